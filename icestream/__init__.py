@@ -1,0 +1,1 @@
+"""icestream: change data capture into and out of Apache Iceberg, exactly once."""

@@ -1,0 +1,5 @@
+"""`python -m icestream`."""
+
+from icestream.cli import entry_point
+
+entry_point()

@@ -1,0 +1,93 @@
+"""Change batches: Arrow tables with one row per change, and folding them to the last per key.
+
+A change batch has the columns `$op`, `$at`, `$seq`, the table's own columns, and optionally
+`$before`, a struct with the columns the table is partitioned by as they were before the change
+(null when unknown). `($at, $seq)` orders the changes of a key; two changes of a key at the same
+place are one change delivered twice. The dollar keeps the names apart from users' columns.
+"""
+
+from collections.abc import Sequence
+from enum import IntEnum
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+OP = "$op"
+AT = "$at"
+SEQ = "$seq"
+BEFORE = "$before"
+ROW = "$row"
+
+
+class Op(IntEnum):
+    """What happened to a row."""
+
+    INSERT = 0  # The source guarantees that the key was not there before.
+    UPSERT = 1  # Whatever was there under this key is replaced.
+    DELETE = 2
+
+
+class Folded:
+    """The net effect of a batch: rows to write, and rows whose key must be deleted first.
+
+    `kept` has the last change of each key that leaves a row. `deleted` has, for each key that may
+    exist already, its first change, whose before-image is the row as the table has it.
+    """
+
+    __slots__ = ("deleted", "kept")
+
+    def __init__(self, kept: pa.Table, deleted: pa.Table):
+        self.kept = kept
+        self.deleted = deleted
+
+
+def fold(changes: pa.Table, key: Sequence[str]) -> Folded:
+    """Reduce changes to one per key: what remains is what applying them one by one would leave.
+
+    Without a key nothing can be identified: every row is kept and none deleted.
+    """
+    if not key:
+        return Folded(changes, changes.slice(0, 0))
+    if changes.num_rows == 0:
+        return Folded(changes, changes)
+    ordered = _in_order(changes)
+    numbered = ordered.select(list(key)).append_column(
+        ROW, pa.array(np.arange(ordered.num_rows, dtype=np.int64))
+    )
+    edges = numbered.group_by(list(key), use_threads=False).aggregate([(ROW, "min"), (ROW, "max")])
+    first = edges.column(f"{ROW}_min").combine_chunks().to_numpy(zero_copy_only=False)
+    last = edges.column(f"{ROW}_max").combine_chunks().to_numpy(zero_copy_only=False)
+    ops = ordered.column(OP).combine_chunks().to_numpy(zero_copy_only=False)
+    kept = np.sort(last[ops[last] != Op.DELETE])
+    deleted = np.sort(first[ops[first] != Op.INSERT])
+    return Folded(_take(ordered, kept), _take(ordered, deleted))
+
+
+def _in_order(changes: pa.Table) -> pa.Table:
+    at = changes.column(AT).combine_chunks().to_numpy(zero_copy_only=False)
+    seq = changes.column(SEQ).combine_chunks().to_numpy(zero_copy_only=False)
+    ascending = (at[1:] > at[:-1]) | ((at[1:] == at[:-1]) & (seq[1:] >= seq[:-1]))
+    if ascending.all():
+        return changes
+    # A stable sort: of two deliveries of one change the later read is as good as the earlier.
+    return changes.take(pa.array(np.lexsort((seq, at))))
+
+
+def _take(rows: pa.Table, indices: np.ndarray) -> pa.Table:
+    if len(indices) == rows.num_rows:
+        return rows
+    return rows.take(pa.array(indices))
+
+
+def only_within(changes: pa.Table, lower: tuple[int, int], upper: tuple[int, int]) -> pa.Table:
+    """The changes at `($at, $seq)` in the half-open span `[lower, upper)`."""
+    at, seq = changes.column(AT), changes.column(SEQ)
+    inside = pc.and_(_not_before(at, seq, lower), pc.invert(_not_before(at, seq, upper)))
+    return changes.filter(inside)
+
+
+def _not_before(at: pa.ChunkedArray, seq: pa.ChunkedArray, bound: tuple[int, int]) -> pa.Array:
+    wall, logical = bound
+    same = pc.and_(pc.equal(at, wall), pc.greater_equal(seq, logical))
+    return pc.or_(pc.greater(at, wall), same)

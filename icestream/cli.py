@@ -1,0 +1,242 @@
+"""The command line: run, check, status, rollback, demo.
+
+Data goes to stdout, talk to stderr. Exit codes: 0 done, 1 could not (may succeed later), 2 the
+configuration is wrong, 3 an operator must decide, 4 fenced by a newer run, 5 an invariant broke.
+"""
+
+import argparse
+import json
+import logging
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from icestream.config import (
+    Config,
+    PipelineConfig,
+    load,
+    open_pipeline,
+    open_session,
+    open_sink,
+    open_source,
+)
+from icestream.demo import run_demo
+from icestream.errors import ConfigInvalid, IcestreamError
+from icestream.pipeline import Pipeline
+from icestream.status import JsonFormatter, StatusServer, TextFormatter, pipeline_status
+
+log = logging.getLogger(__name__)
+
+EXIT_BROKEN = 5
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code."""
+    options = _parser().parse_args(arguments)
+    _set_up_logging(options.log, options.json)
+    command: Callable[[argparse.Namespace], int] = options.command
+    try:
+        return command(options)
+    except IcestreamError as error:
+        _show_error(error, options.json)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="icestream", description="Change data capture into Apache Iceberg, exactly once."
+    )
+    commands = parser.add_subparsers(required=True, metavar="command")
+    shared = argparse.ArgumentParser(add_help=False)
+    shared.add_argument("--json", action="store_true", help="print JSON for programs")
+    shared.add_argument(
+        "--log", default="info", choices=["debug", "info", "warning", "error"], help="log level"
+    )
+    with_file = argparse.ArgumentParser(add_help=False, parents=[shared])
+    with_file.add_argument("file", help="the pipeline file")
+    with_file.add_argument(
+        "--pipeline", action="append", default=[], metavar="NAME", help="only this pipeline"
+    )
+    run = commands.add_parser("run", parents=[with_file], help="run pipelines")
+    run.add_argument("--once", action="store_true", help="take what is there, then end")
+    run.add_argument(
+        "--listen",
+        metavar="HOST:PORT",
+        default="",
+        help="serve /metrics and /health there while running",
+    )
+    run.set_defaults(command=_run)
+    check = commands.add_parser(
+        "check", parents=[with_file], help="check the file, its sources and its catalogs"
+    )
+    check.set_defaults(command=_check)
+    status = commands.add_parser(
+        "status", parents=[with_file], help="show what is durable in each table"
+    )
+    status.set_defaults(command=_status)
+    rollback = commands.add_parser(
+        "rollback", parents=[with_file], help="go on after a table was rolled back"
+    )
+    rollback.add_argument("--table", required=True, help="the table, by its name at the source")
+    way = rollback.add_mutually_exclusive_group(required=True)
+    way.add_argument("--replay", action="store_true", help="apply the undone epochs again")
+    way.add_argument("--accept", action="store_true", help="leave them undone and go on")
+    rollback.set_defaults(command=_rollback)
+    demo = commands.add_parser("demo", parents=[shared], help="show the main job end to end")
+    demo.add_argument("--seconds", type=float, default=None, help="end after about this time")
+    demo.add_argument("--folder", default="icestream-demo", help="where the demo keeps its files")
+    demo.set_defaults(command=lambda options: run_demo(options.folder, options.seconds))
+    return parser
+
+
+def _run(options: argparse.Namespace) -> int:
+    config = load(options.file)
+    chosen = config.pick(options.pipeline)
+    spark = open_session(config, chosen)
+    try:
+        pipelines = [open_pipeline(pipeline, spark) for pipeline in chosen]
+        server = _serve(options.listen, pipelines)
+        _stop_on_signals(pipelines)
+        errors = _run_all(pipelines, options.once)
+        if server:
+            server.close()
+    finally:
+        spark.stop()
+    if errors:
+        for error in errors[1:]:
+            _show_error(error, options.json)
+        raise errors[0]
+    return 0
+
+
+def _run_all(pipelines: Sequence[Pipeline], once: bool) -> list[IcestreamError]:
+    """Run each pipeline in a thread of its own; one that fails does not stop the others."""
+    errors: list[IcestreamError] = []
+
+    def run(pipeline: Pipeline) -> None:
+        try:
+            pipeline.run(once=once)
+        except IcestreamError as error:
+            log.error("pipeline %s stopped", pipeline.name, extra={"pipeline": pipeline.name})
+            errors.append(error)
+        except Exception as error:
+            log.exception("pipeline %s broke", pipeline.name, extra={"pipeline": pipeline.name})
+            broken = IcestreamError(f"pipeline {pipeline.name} broke", detail=repr(error))
+            broken.exit_code = EXIT_BROKEN
+            errors.append(broken)
+
+    threads = [threading.Thread(target=run, args=(p,), name=p.name) for p in pipelines]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        while thread.is_alive():
+            thread.join(timeout=0.5)
+    return sorted(errors, key=lambda error: -error.exit_code)
+
+
+def _serve(listen: str, pipelines: Sequence[Pipeline]) -> StatusServer | None:
+    if not listen:
+        return None
+    host, _, port = listen.rpartition(":")
+    if not port.isdigit():
+        raise ConfigInvalid("--listen needs host:port", hint="For example 127.0.0.1:9464.")
+    server = StatusServer(host or "127.0.0.1", int(port), pipelines)
+    log.info("serving /metrics and /health at %s", server.address)
+    return server
+
+
+def _stop_on_signals(pipelines: Sequence[Pipeline]) -> None:
+    def stop(number: int, frame: Any) -> None:
+        log.info("stopping after the current epoch")
+        for pipeline in pipelines:
+            pipeline.stop()
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
+
+
+def _check(options: argparse.Namespace) -> int:
+    config = load(options.file)
+    chosen = config.pick(options.pipeline)
+    spark = open_session(config, chosen)
+    try:
+        found = [_check_one(pipeline, spark) for pipeline in chosen]
+    finally:
+        spark.stop()
+    _print(found, options.json, lambda row: f"{row['pipeline']}: ok, tables {row['tables']}")
+    return 0
+
+
+def _check_one(pipeline: PipelineConfig, spark: Any) -> dict[str, Any]:
+    source, sink = open_source(pipeline, spark), open_sink(pipeline, spark)
+    tables = list(source.tables())
+    heads = sink.heads(tables)
+    return {"pipeline": pipeline.name, "tables": tables, "existing": sorted(heads)}
+
+
+def _status(options: argparse.Namespace) -> int:
+    config = load(options.file)
+    chosen = config.pick(options.pipeline)
+    spark = open_session(config, chosen)
+    try:
+        rows = [row for pipeline in chosen for row in pipeline_status(pipeline, spark)]
+    finally:
+        spark.stop()
+    _print(rows, options.json, _status_line)
+    return 0
+
+
+def _status_line(row: dict[str, Any]) -> str:
+    return (
+        f"{row['pipeline']}  {row['table']}  epoch {row['epoch']}  resolved {row['position']}  "
+        f"snapshot {row['snapshot_id']}  committed {row['committed_at']}  {row['state']}"
+    )
+
+
+def _rollback(options: argparse.Namespace) -> int:
+    config = load(options.file)
+    chosen = config.pick(options.pipeline)
+    if len(chosen) != 1:
+        raise ConfigInvalid("the file has several pipelines", hint="Name one with --pipeline.")
+    spark = open_session(config, chosen)
+    try:
+        sink, source = open_sink(chosen[0], spark), open_source(chosen[0], spark)
+        progress = sink.settle_rollback(options.table, options.replay)
+        row = {"table": options.table, "goes_on_after": source.position(progress.upper)}
+    finally:
+        spark.stop()
+    _print([row], options.json, lambda row: f"{row['table']}: goes on after {row['goes_on_after']}")
+    return 0
+
+
+def _print(
+    rows: Sequence[dict[str, Any]], as_json: bool, line: Callable[[dict[str, Any]], str]
+) -> None:
+    for row in rows:
+        sys.stdout.write((json.dumps(row) if as_json else line(row)) + "\n")
+
+
+def _show_error(error: IcestreamError, as_json: bool) -> None:
+    text = json.dumps(error.to_json()) if as_json else f"icestream: {error}"
+    sys.stderr.write(text + "\n")
+
+
+def _set_up_logging(level: str, as_json: bool) -> None:
+    stream = logging.StreamHandler(sys.stderr)
+    stream.setFormatter(JsonFormatter() if as_json else TextFormatter())
+    root = logging.getLogger()
+    root.handlers[:] = [stream]
+    root.setLevel(logging.WARNING)
+    logging.getLogger("icestream").setLevel(level.upper())
+
+
+def entry_point() -> NoReturn:
+    """What the `icestream` command runs."""
+    sys.exit(main())
+
+
+__all__ = ["Config", "entry_point", "main"]

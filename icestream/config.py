@@ -1,0 +1,336 @@
+"""The pipeline file: read, checked against the options that connectors declare, and made to run.
+
+An unknown key is refused with the nearest known one. `${env:NAME}` stands for a secret, which is
+never printed or logged. The same options can be given in Python: `PipelineConfig` mirrors the file.
+"""
+
+import dataclasses
+import difflib
+import os
+import re
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+import yaml
+from pyspark.sql import SparkSession
+
+from icestream import spark as sessions
+from icestream.errors import ConfigInvalid
+from icestream.iceberg.catalog import Catalog
+from icestream.pipeline import Cadence, Pipeline
+from icestream.sinks.iceberg import (
+    ANY_TABLE,
+    IcebergSink,
+    IcebergSinkOptions,
+    TableOptions,
+    catalog_properties,
+)
+from icestream.sources.cockroachdb import CockroachdbFiles, CockroachdbOptions, IndexTask
+from icestream.worker import map_tasks
+
+SOURCES: dict[str, type] = {"cockroachdb": CockroachdbOptions}
+SINKS: dict[str, type] = {"iceberg": IcebergSinkOptions}
+_RESERVED = "spark"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+_SECRET = re.compile(r"\$\{env:([A-Za-z_][A-Za-z0-9_]*)\}")
+_DURATION = re.compile(
+    r"P(?:(?P<days>\d+)D)?(?:T(?:(?P<hours>\d+)H)?(?:(?P<minutes>\d+)M)?"
+    r"(?:(?P<seconds>\d+(?:\.\d+)?)S)?)?",
+    re.IGNORECASE,
+)
+_SINK_URL = "iceberg"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SparkOptions:
+    """Settings of the Spark session."""
+
+    master: str = field(default="local[*]", metadata={"doc": "Where Spark runs."})
+    conf: Mapping[str, str] = field(default_factory=dict, metadata={"doc": "Spark's own settings."})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineConfig:
+    """One pipeline: a source, a sink, and how often."""
+
+    name: str
+    source: CockroachdbOptions
+    sink: IcebergSinkOptions
+    cadence: Cadence = field(default_factory=Cadence)
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise ConfigInvalid(
+                f"{self.name!r} cannot be a pipeline's name",
+                hint="Use letters, digits, '_', '-' and '.', and begin with a letter or digit.",
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """All pipelines of a file, and the Spark session they share."""
+
+    pipelines: Sequence[PipelineConfig]
+    spark: SparkOptions = field(default_factory=SparkOptions)
+
+    def pick(self, names: Sequence[str]) -> Sequence[PipelineConfig]:
+        """The pipelines of these names; all when none is named."""
+        known = {pipeline.name: pipeline for pipeline in self.pipelines}
+        for name in names:
+            if name not in known:
+                raise _unknown("pipeline", name, list(known), "the file")
+        return [known[name] for name in names] if names else self.pipelines
+
+
+def load(path: str | Path) -> Config:
+    """Read a pipeline file; raises `ConfigInvalid` with the place of whatever is wrong."""
+    try:
+        text = Path(path).read_text()
+    except OSError as error:
+        raise ConfigInvalid(
+            f"could not read {path}", detail=error.strerror, hint="Name a pipeline file."
+        ) from error
+    try:
+        document = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"line {mark.line + 1}, column {mark.column + 1}" if mark else "somewhere"
+        raise ConfigInvalid(f"{path} is not YAML", detail=f"At {where}.") from error
+    return parse(document)
+
+
+def parse(document: object) -> Config:
+    """The configuration that a parsed YAML document describes."""
+    if not isinstance(document, Mapping) or not document:
+        raise ConfigInvalid(
+            "the pipeline file names no pipeline",
+            hint="Write `<name>: {source: ..., sink: ...}` for each pipeline.",
+        )
+    resolved = _with_secrets(document, "")
+    spark = _options(SparkOptions, resolved.get(_RESERVED) or {}, _RESERVED)
+    pipelines = [_pipeline(str(name), body) for name, body in resolved.items() if name != _RESERVED]
+    if not pipelines:
+        raise ConfigInvalid("the pipeline file names no pipeline")
+    return Config(pipelines=pipelines, spark=spark)
+
+
+def _pipeline(name: str, body: object) -> PipelineConfig:
+    if not isinstance(body, Mapping):
+        raise ConfigInvalid(
+            f"pipeline {name} is not a map", hint="Give it a `source` and a `sink`."
+        )
+    cadence_fields = {option.name for option in dataclasses.fields(Cadence)}
+    known = ["source", "sink", *sorted(cadence_fields)]
+    for key in body:
+        if key not in known:
+            raise _unknown("key", str(key), known, name)
+    for key in ("source", "sink"):
+        if key not in body:
+            raise ConfigInvalid(f"pipeline {name} has no {key}", hint=f"Add `{key}:` to it.")
+    cadence = {key: value for key, value in body.items() if key in cadence_fields}
+    source = _connector(body["source"], SOURCES, f"{name}.source")
+    sink = _sink(body["sink"], f"{name}.sink")
+    if isinstance(source, CockroachdbOptions) and not source.files:
+        raise ConfigInvalid(
+            f"{name}.source.cockroachdb lacks `files`",
+            hint="Name the folder that the changefeed writes to, such as `files: s3://feeds/shop/`.",
+        )
+    _one_table_for_a_url(body["sink"], source, sink, name)
+    return PipelineConfig(
+        name=name, source=source, sink=sink, cadence=_options(Cadence, cadence, name)
+    )
+
+
+def _connector(body: object, kinds: Mapping[str, type], place: str) -> Any:
+    if not isinstance(body, Mapping) or len(body) != 1:
+        raise ConfigInvalid(
+            f"{place} must name one kind", hint=f"Known kinds: {', '.join(sorted(kinds))}."
+        )
+    kind, options = next(iter(body.items()))
+    if kind not in kinds:
+        raise _unknown("kind", str(kind), list(kinds), place)
+    return _options(kinds[kind], options or {}, f"{place}.{kind}")
+
+
+def _sink(body: object, place: str) -> IcebergSinkOptions:
+    if isinstance(body, list):
+        if len(body) != 1:
+            raise ConfigInvalid(f"{place} must name one sink")
+        body = body[0]
+    if isinstance(body, str):
+        return parse_sink_url(body)
+    options: IcebergSinkOptions = _connector(body, SINKS, place)
+    if options.format_version not in (2, 3):
+        raise ConfigInvalid(f"{place}.iceberg.format_version must be 2 or 3")
+    return options
+
+
+def parse_sink_url(url: str) -> IcebergSinkOptions:
+    """`iceberg://<rest-endpoint>/<namespace>/<table>?warehouse=...&equality_delete_by=...`.
+
+    Other parameters are handed to the catalog as they are; `tls=true` speaks HTTPS to it.
+    """
+    parts = urlsplit(url)
+    path = [part for part in parts.path.split("/") if part]
+    if parts.scheme != _SINK_URL or not parts.netloc or len(path) < 2:
+        raise ConfigInvalid(
+            "the sink's URL is not understood",
+            hint="Write iceberg://<rest-endpoint>/<namespace>/<table>?warehouse=s3://...",
+        )
+    parameters = dict(parse_qsl(parts.query))
+    key = [name for name in parameters.pop("equality_delete_by", "").split(",") if name]
+    scheme = "https" if parameters.pop("tls", "false") == "true" else "http"
+    branch = parameters.pop("branch", "main")
+    prefix = "".join(f"/{part}" for part in path[:-2])
+    catalog = {"type": "rest", "uri": f"{scheme}://{parts.netloc}{prefix}", **parameters}
+    return IcebergSinkOptions(
+        catalog=catalog,
+        namespace=path[-2],
+        branch=branch,
+        tables={ANY_TABLE: TableOptions(table=path[-1], equality_delete_by=key)},
+    )
+
+
+def _one_table_for_a_url(body: object, source: Any, sink: IcebergSinkOptions, name: str) -> None:
+    if isinstance(body, str) and len(source.tables) > 1:
+        raise ConfigInvalid(
+            f"{name}.sink names one table and {name}.source has {len(source.tables)}",
+            hint="Write the sink as `iceberg: {catalog: ..., namespace: ...}`.",
+        )
+
+
+def catalogs(configs: Sequence[PipelineConfig]) -> list[dict[str, str]]:
+    """The properties of every catalog that these pipelines use."""
+    return [catalog_properties(config.sink) for config in configs]
+
+
+def open_session(config: Config, pipelines: Sequence[PipelineConfig]) -> SparkSession:
+    """A Spark session that fits the pipelines."""
+    return sessions.session(catalogs(pipelines), config.spark.master, config.spark.conf)
+
+
+def open_sink(config: PipelineConfig, spark: SparkSession) -> IcebergSink:
+    """The pipeline's sink, connected to its catalog."""
+    properties = catalog_properties(config.sink)
+    _make_folders(properties)
+    catalog = Catalog(spark._jvm, spark._jsparkSession.sessionState().newHadoopConf(), properties)
+    return IcebergSink(catalog, config.sink, config.name)
+
+
+def open_source(config: PipelineConfig, spark: SparkSession) -> CockroachdbFiles:
+    """The pipeline's source."""
+
+    def index(tasks: Sequence[IndexTask]) -> Sequence[Any]:
+        return map_tasks(spark, tasks)
+
+    return CockroachdbFiles(config.source, config.name, index)
+
+
+def open_pipeline(config: PipelineConfig, spark: SparkSession) -> Pipeline:
+    """The pipeline, ready to run."""
+    sink, source = open_sink(config, spark), open_source(config, spark)
+    return Pipeline(config.name, spark, source, sink, config.cadence)
+
+
+def _make_folders(properties: Mapping[str, str]) -> None:
+    """SQLite makes its file, but not the folder that it lies in."""
+    uri = properties.get("uri", "")
+    if uri.startswith("jdbc:sqlite:/"):
+        Path(uri.removeprefix("jdbc:sqlite:")).parent.mkdir(parents=True, exist_ok=True)
+
+
+def _options(kind: type, given: object, place: str) -> Any:
+    """An options dataclass from a map, each value as its declaration wants it."""
+    if not isinstance(given, Mapping):
+        raise ConfigInvalid(f"{place} must be a map of options")
+    declared = {option.name: option for option in dataclasses.fields(kind)}
+    hints = typing.get_type_hints(kind)
+    values = {}
+    for key, value in given.items():
+        if key not in declared:
+            raise _unknown("key", str(key), list(declared), place)
+        option = declared[key]
+        wanted = f"{place}.{key}"
+        if option.metadata.get("unit") == "duration":
+            values[key] = parse_duration(value, wanted)
+        else:
+            values[key] = _value(hints[key], value, wanted)
+    return kind(**values)
+
+
+def _value(hint: Any, value: object, place: str) -> Any:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        hint = next(argument for argument in arguments if argument is not type(None))
+        return None if value is None else _value(hint, value, place)
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        return _options(hint, value or {}, place)
+    if origin is not None and issubclass(origin, Mapping):
+        if not isinstance(value, Mapping):
+            raise ConfigInvalid(f"{place} must be a map")
+        return {str(k): _value(arguments[1], v, f"{place}.{k}") for k, v in value.items()}
+    if origin is not None and issubclass(origin, Sequence):
+        if isinstance(value, str):
+            return [value]
+        if not isinstance(value, list):
+            raise ConfigInvalid(f"{place} must be a list")
+        return [_value(arguments[0], item, place) for item in value]
+    return _scalar(hint, value, place)
+
+
+def _scalar(hint: type, value: object, place: str) -> Any:
+    if hint is str and isinstance(value, str | int | float | bool):
+        return str(value).lower() if isinstance(value, bool) else str(value)
+    if hint is int and isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    if hint is bool and isinstance(value, bool):
+        return value
+    # The value itself is not shown: it may be a secret.
+    raise ConfigInvalid(f"{place} must be a {hint.__name__}, not a {type(value).__name__}")
+
+
+def parse_duration(value: object, place: str) -> float:
+    """Seconds from an ISO 8601 duration (`PT10S`, `PT1M30S`, `P1D`) or a number."""
+    if isinstance(value, int | float) and not isinstance(value, bool) and value >= 0:
+        return float(value)
+    found = _DURATION.fullmatch(value) if isinstance(value, str) else None
+    if not found or not any(found.groups()):
+        raise ConfigInvalid(
+            f"{place} is not a duration", hint="Write it as ISO 8601 does: PT10S, PT5M, P1D."
+        )
+    parts = {unit: float(number or 0) for unit, number in found.groupdict().items()}
+    return parts["days"] * 86400 + parts["hours"] * 3600 + parts["minutes"] * 60 + parts["seconds"]
+
+
+def _with_secrets(value: Any, place: str) -> Any:
+    if isinstance(value, Mapping):
+        return {k: _with_secrets(v, f"{place}.{k}".lstrip(".")) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_with_secrets(item, place) for item in value]
+    if not isinstance(value, str):
+        return value
+
+    def secret(found: re.Match[str]) -> str:
+        if found[1] not in os.environ:
+            raise ConfigInvalid(
+                f"{place} needs the environment variable {found[1]}",
+                hint=f"Set it: export {found[1]}=...",
+            )
+        return os.environ[found[1]]
+
+    return _SECRET.sub(secret, value)
+
+
+def _unknown(what: str, key: str, known: Sequence[str], place: str) -> ConfigInvalid:
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    hint = f"Did you mean `{near[0]}`? " if near else ""
+    return ConfigInvalid(
+        f"unknown {what} `{key}` in {place}", hint=f"{hint}Known: {', '.join(sorted(known))}."
+    )

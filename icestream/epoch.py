@@ -1,0 +1,120 @@
+"""Epochs, the unit of commit, and the progress a destination remembers of them."""
+
+import json
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from icestream.errors import ProgressLost, check
+from icestream.frontier import START, Frontier
+
+# Any fixed namespace serves; this one was drawn once and must never change, or a restart would
+# not recognise what an earlier version published.
+_BATCH_NAMESPACE = uuid.UUID("6d2f0b4e-8f5a-5d0b-9a53-3c1d5e0f7a11")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Epoch:
+    """A half-open span `[lower, upper)` of the source; it becomes one commit per table."""
+
+    number: int
+    lower: Frontier
+    upper: Frontier
+
+    def __post_init__(self) -> None:
+        check(self.number > 0, "epochs are numbered from one")
+        check(self.upper.covers(self.lower), f"epoch {self.number} does not run backwards")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """What a table says is durable; written in the same commit as the data it describes.
+
+    `tables` counts the tables that take part in the epoch, so that a restart can tell an epoch that
+    all of them carry from one that was cut short. Epoch 0 means that no epoch was committed yet.
+    `replaying` marks a table whose own frontier counts and not the pipeline's: it was rolled back
+    and its operator asked for a replay.
+    """
+
+    pipeline: str
+    generation: int = 0
+    epoch: int = 0
+    lower: Frontier = START
+    upper: Frontier = START
+    tables: int = 0
+    replaying: bool = False
+
+
+def batch_id(pipeline: str, table: str, upper: Frontier) -> str:
+    """The name under which an epoch is published in a table: the same for every attempt at it."""
+    text = json.dumps(upper.to_json(), sort_keys=True, separators=(",", ":"))
+    return str(uuid.uuid5(_BATCH_NAMESPACE, f"{pipeline}:{table}:{text}"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resume:
+    """Where a starting pipeline goes on.
+
+    `number` is the highest epoch in use and `at` the frontier up to which all tables are complete.
+    `unfinished` is an epoch that only its `carriers` have: it is minted again with the same bounds
+    for the others. `replays` are tables that lie behind `at` because they were rolled back.
+    """
+
+    number: int
+    at: Frontier
+    unfinished: Epoch | None
+    carriers: frozenset[str]
+    tables: int
+    replays: Mapping[str, Progress]
+
+
+def resume_point(progress: Mapping[str, Progress]) -> Resume:
+    """Derive from what the tables remember where to go on.
+
+    Epoch n starts to be committed only when every table of n-1 has committed, so all before the
+    highest epoch found is complete. That one is complete when as many tables carry it as took part.
+    The smallest frontier over the tables would be wrong: it asks the source for history that it
+    has rightly forgotten, because of a table that was merely idle.
+    """
+    settled = {name: mine for name, mine in progress.items() if not mine.replaying and mine.epoch}
+    # When every table was rolled back the furthest of them is the pipeline's frontier.
+    counted = settled or progress
+    number = max((mine.epoch for mine in counted.values()), default=0)
+    carriers = {name: mine for name, mine in counted.items() if mine.epoch == number}
+    highest = max((mine.epoch for mine in progress.values()), default=0)
+    if number == 0:
+        replays = {name: mine for name, mine in progress.items() if mine.epoch}
+        return Resume(
+            number=highest,
+            at=START,
+            unfinished=None,
+            carriers=frozenset(),
+            tables=0,
+            replays=replays,
+        )
+    last = next(iter(carriers.values()))
+    if any(
+        (m.lower, m.upper, m.tables) != (last.lower, last.upper, last.tables)
+        for m in carriers.values()
+    ):
+        raise ProgressLost(
+            f"the tables of pipeline {last.pipeline} do not agree about epoch {number}",
+            detail=f"Tables: {', '.join(sorted(carriers))}.",
+            hint="Two pipelines of one name write to different tables; rename one of them.",
+        )
+    complete = len(carriers) >= last.tables or not settled
+    at = last.upper if complete else last.lower
+    behind = {
+        name: mine
+        for name, mine in progress.items()
+        if mine.replaying and not mine.upper.covers(at)
+    }
+    unfinished = None if complete else Epoch(number=number, lower=last.lower, upper=last.upper)
+    return Resume(
+        number=highest,
+        at=at,
+        unfinished=unfinished,
+        carriers=frozenset(carriers),
+        tables=last.tables,
+        replays=behind,
+    )

@@ -1,0 +1,77 @@
+"""Named places where a test may stop, kill or slow the program, or take a commit rule out.
+
+Nothing happens unless the environment variable `ICESTREAM_FAILPOINTS` names a point, as
+`name=action[@n]` separated by commas: `kill` ends the process as kill -9 would, `error` raises,
+`off` switches the rule of that name off. `@n` lets the first n-1 passes go by.
+"""
+
+import os
+import signal
+import threading
+
+# Places on the way of an epoch, in order.
+BEFORE_WRITE = "before-write"
+IN_WORKER = "in-worker"
+AFTER_WRITE = "after-write"
+BEFORE_SWAP = "before-swap"
+AFTER_SWAP = "after-swap"
+AFTER_COMMIT = "after-commit"
+AFTER_ACK = "after-ack"
+AFTER_CLAIM = "after-claim"
+
+# The four rules of the commit protocol; a test that takes one out must see the damage.
+RULE_SWAP = "rule-swap"
+RULE_CONTINUITY = "rule-continuity"
+RULE_FENCE = "rule-fence"
+RULE_READ_BACK = "rule-read-back"
+
+PLACES = (
+    BEFORE_WRITE,
+    AFTER_WRITE,
+    BEFORE_SWAP,
+    AFTER_SWAP,
+    AFTER_COMMIT,
+    AFTER_ACK,
+    AFTER_CLAIM,
+)
+RULES = (RULE_SWAP, RULE_CONTINUITY, RULE_FENCE, RULE_READ_BACK)
+
+_VARIABLE = "ICESTREAM_FAILPOINTS"
+_passes: dict[str, int] = {}
+_lock = threading.Lock()
+
+
+class FailpointError(Exception):
+    """Raised by a failpoint whose action is `error`."""
+
+
+def reach(name: str) -> None:
+    """Do what the environment asks for at this place; nothing when it asks for nothing."""
+    action, from_pass = _settings().get(name, ("", 1))
+    if not action:
+        return
+    with _lock:
+        _passes[name] = _passes.get(name, 0) + 1
+        if _passes[name] != from_pass:
+            return
+    if action == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if action == "error":
+        raise FailpointError(f"failpoint {name}")
+
+
+def rule_on(name: str) -> bool:
+    """True unless a test switched this rule of the commit protocol off."""
+    return _settings().get(name, ("", 1))[0] != "off"
+
+
+def _settings() -> dict[str, tuple[str, int]]:
+    text = os.environ.get(_VARIABLE, "")
+    if not text:
+        return {}
+    settings = {}
+    for part in text.split(","):
+        name, _, action = part.partition("=")
+        action, _, number = action.partition("@")
+        settings[name.strip()] = (action.strip(), int(number or 1))
+    return settings

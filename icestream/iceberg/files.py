@@ -1,0 +1,255 @@
+"""Parquet files of Iceberg tables: where they lie, how they are written, what is reported of them.
+
+A file is written under a name that only its own task can write, in one atomic step: a reader or a
+second attempt of the same task never meets half of it. What is reported (`FileClosed`) is enough to
+commit the file without opening it.
+"""
+
+import hashlib
+import json
+import os
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.fs as pafs
+import pyarrow.parquet as pq
+from pyiceberg.io.pyarrow import (
+    PyArrowFileIO,
+    compute_statistics_plan,
+    data_file_statistics_from_parquet_metadata,
+    parquet_path_to_id_mapping,
+)
+from pyiceberg.schema import Schema
+
+from icestream.errors import TargetUnavailable, check
+
+DATA = "data"
+EQUALITY_DELETES = "equality-deletes"
+POSITION_DELETES = "position-deletes"
+
+_TARGET_FILE_BYTES = 512 * 1024 * 1024
+_ROW_GROUP_BYTES = 128 * 1024 * 1024
+_PAGE_BYTES = 1024 * 1024
+_DICTIONARY_BYTES = 2 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileClosed:
+    """One file that a worker closed: all that its commit needs, and a hash over it."""
+
+    table: str
+    epoch: int
+    batch_id: str
+    worker: str
+    schema_id: int
+    spec_id: int
+    path: str
+    kind: str
+    record_count: int
+    size_bytes: int
+    partition: Mapping[str, Any]
+    equality_ids: Sequence[int] = ()
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    split_offsets: Sequence[int] = ()
+    sort_order_id: int = 0
+    sha256: str = ""
+
+    def digest(self) -> str:
+        """A hash over everything that is reported but itself."""
+        data = {name: getattr(self, name) for name in self.__slots__ if name != "sha256"}
+        text = json.dumps(data, sort_keys=True, separators=(",", ":"), default=list)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def to_json(self) -> str:
+        """The report as a worker sends it."""
+        data = {name: getattr(self, name) for name in self.__slots__ if name != "sha256"}
+        return json.dumps({**data, "sha256": self.digest()}, default=list)
+
+    @staticmethod
+    def from_json(text: str | bytes) -> "FileClosed":
+        """The report as the coordinator receives it; refuses one that was altered on the way."""
+        file = FileClosed(**json.loads(text))
+        check(file.sha256 == file.digest(), f"the report of {file.path} arrives as it was sent")
+        return file
+
+    def content_json(self) -> str:
+        """The file in the JSON form that Iceberg's library reads."""
+        content = {
+            "spec-id": self.spec_id,
+            "content": self.kind,
+            "file-path": self.path,
+            "file-format": "parquet",
+            "partition": self.partition,
+            "file-size-in-bytes": self.size_bytes,
+            "record-count": self.record_count,
+            "split-offsets": list(self.split_offsets),
+            **self.metrics,
+        }
+        if self.kind == EQUALITY_DELETES:
+            content["equality-ids"] = list(self.equality_ids)
+        if self.sort_order_id and self.kind == DATA:
+            content["sort-order-id"] = self.sort_order_id
+        return json.dumps(content)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Closed:
+    """What closing one Parquet file tells: its place, size, row count and column metrics."""
+
+    path: str
+    record_count: int
+    size_bytes: int
+    metrics: Mapping[str, Any]
+    split_offsets: Sequence[int]
+
+
+class ParquetFolder:
+    """Writes Parquet files of one table into one task's folder, by the table's own properties."""
+
+    def __init__(
+        self, folder: str, io_properties: Mapping[str, str], properties: Mapping[str, str]
+    ):
+        self.folder = folder
+        self._io_properties = dict(io_properties)
+        self._properties = dict(properties)
+
+    def write(
+        self, rows: pa.Table, schema: Schema, kind: str, first_number: int
+    ) -> Iterator[Closed]:
+        """Write rows, cut into files of the table's target size, numbered from `first_number`."""
+        stem = "data-" if kind == DATA else "deletes/eqdel-"
+        group_rows = self._rows_per_group(rows)
+        start, number = 0, first_number
+        while start < rows.num_rows:
+            path = f"{self.folder}/{stem}{number:05d}.parquet"
+            written, closed = self._write_one(path, rows.slice(start), schema, group_rows)
+            yield closed
+            start, number = start + written, number + 1
+
+    def _write_one(
+        self, path: str, rows: pa.Table, schema: Schema, group_rows: int
+    ) -> tuple[int, Closed]:
+        target_bytes = self._integer("write.target-file-size-bytes", _TARGET_FILE_BYTES)
+        written = 0
+        with _atomic_output(path, self._io_properties) as stream:
+            with pq.ParquetWriter(stream, rows.schema, **self._writer_options()) as writer:
+                while written < rows.num_rows and (written == 0 or stream.tell() < target_bytes):
+                    group = rows.slice(written, group_rows)
+                    writer.write_table(group, row_group_size=group_rows)
+                    written += group.num_rows
+            size_bytes = stream.tell()
+        metadata = writer.writer.metadata
+        statistics = _metrics(metadata, schema, rows.slice(0, written), self._properties)
+        offsets = statistics.pop("split_offsets")
+        return written, Closed(
+            path=path,
+            record_count=written,
+            size_bytes=size_bytes,
+            metrics=statistics,
+            split_offsets=offsets,
+        )
+
+    def _rows_per_group(self, rows: pa.Table) -> int:
+        group_bytes = self._integer("write.parquet.row-group-size-bytes", _ROW_GROUP_BYTES)
+        row_bytes = max(1, rows.nbytes // max(1, rows.num_rows))
+        target_bytes = self._integer("write.target-file-size-bytes", _TARGET_FILE_BYTES)
+        # Files are cut between row groups, so a group must not be larger than a file.
+        return int(max(1, min(group_bytes, target_bytes) // row_bytes))
+
+    def _writer_options(self) -> dict[str, Any]:
+        codec = self._properties.get("write.parquet.compression-codec", "zstd")
+        level = self._properties.get("write.parquet.compression-level")
+        return {
+            "compression": "none" if codec == "uncompressed" else codec,
+            "compression_level": None if level in (None, "null") else int(level),
+            "data_page_size": self._integer("write.parquet.page-size-bytes", _PAGE_BYTES),
+            "dictionary_pagesize_limit": self._integer(
+                "write.parquet.dict-size-bytes", _DICTIONARY_BYTES
+            ),
+            "use_dictionary": self._properties.get("write.parquet.dict-enabled", "true") == "true",
+            "store_schema": False,
+            "store_decimal_as_integer": True,
+            "write_statistics": True,
+        }
+
+    def _integer(self, name: str, default: int) -> int:
+        return int(self._properties.get(name, default))
+
+
+def _metrics(
+    metadata: pq.FileMetaData, schema: Schema, rows: pa.Table, properties: dict[str, str]
+) -> dict[str, Any]:
+    """Iceberg's column metrics in its JSON form, by the table's metrics modes."""
+    plan = compute_statistics_plan(schema, properties)
+    statistics = data_file_statistics_from_parquet_metadata(
+        metadata, plan, parquet_path_to_id_mapping(schema)
+    ).to_serialized_dict()
+    counted = set(statistics["value_counts"])
+    nan_counts = {
+        column.field_id: pc.sum(pc.is_nan(rows.column(column.name)), min_count=0).as_py()
+        for column in schema.fields
+        if column.field_id in counted and pa.types.is_floating(rows.schema.field(column.name).type)
+    }
+    return {
+        "column-sizes": _pairs(statistics["column_sizes"]),
+        "value-counts": _pairs(statistics["value_counts"]),
+        "null-value-counts": _pairs(statistics["null_value_counts"]),
+        "nan-value-counts": _pairs(nan_counts),
+        "lower-bounds": _hex_pairs(statistics["lower_bounds"]),
+        "upper-bounds": _hex_pairs(statistics["upper_bounds"]),
+        "split_offsets": statistics["split_offsets"],
+    }
+
+
+def _pairs(values: Mapping[int, int]) -> dict[str, list[int]]:
+    return {"keys": list(values), "values": list(values.values())}
+
+
+def _hex_pairs(values: Mapping[int, bytes]) -> dict[str, list[Any]]:
+    return {"keys": list(values), "values": [bound.hex() for bound in values.values()]}
+
+
+def filesystem(location: str, io_properties: Mapping[str, str]) -> tuple[pafs.FileSystem, str]:
+    """The Arrow file system that reaches a location, and the location's path in it."""
+    # Table names may hold "?" and "#", which a URL parser would cut off.
+    scheme, separator, rest = location.partition("://")
+    if not separator:
+        return pafs.LocalFileSystem(), os.path.abspath(location.removeprefix("file:"))
+    if scheme == "file":
+        return pafs.LocalFileSystem(), rest
+    authority = rest.partition("/")[0]
+    files = PyArrowFileIO(properties=dict(io_properties)).fs_by_scheme(scheme, authority)
+    return files, rest.removeprefix(authority) if scheme in ("hdfs", "viewfs") else rest
+
+
+@contextmanager
+def _atomic_output(path: str, io_properties: Mapping[str, str]) -> Iterator[pa.NativeFile]:
+    """A stream whose content appears under `path` as a whole or not at all."""
+    try:
+        files, inner = filesystem(path, io_properties)
+        if not isinstance(files, pafs.LocalFileSystem):
+            # Object stores show an object when its upload completes.
+            with files.open_output_stream(inner) as stream:
+                yield stream
+            return
+        os.makedirs(os.path.dirname(inner), exist_ok=True)
+        staged = f"{inner}.{uuid.uuid4().hex}.tmp"
+        try:
+            with files.open_output_stream(staged) as stream:
+                yield stream
+            os.replace(staged, inner)
+        except BaseException:
+            if os.path.exists(staged):
+                os.remove(staged)
+            raise
+    except OSError as error:
+        raise TargetUnavailable(
+            "could not write a file of the table",
+            detail=f"{path}: {error}",
+            hint="Check the storage's credentials, permissions and free space.",
+        ) from error

@@ -1,0 +1,366 @@
+"""The loop: mint an epoch, let workers write it, commit it in order, acknowledge it.
+
+    Source.available ─ mint ─► Epoch [lower, upper) ─► splits ─► workers write files nobody sees
+                                                                         │ reports
+    Source.ack ◄─ durable ◄─ Sink.commit, epoch after epoch  ◄───────────┘
+
+This is the only place that orders these steps, and the only one that retries. Up to
+`epochs_in_flight` epochs are read and written at once; epoch n+1 starts to be committed only when
+every table of epoch n has committed, which is what lets a restart derive from the tables alone
+where to go on (`icestream.epoch.resume_point`).
+
+The source is told only what a destination remembers. An epoch without changes makes no snapshot:
+its frontier advances in memory, and becomes durable with the next epoch or heartbeat.
+"""
+
+import json
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import partial
+from typing import TypeVar
+
+from pyspark.sql import SparkSession
+
+from icestream import failpoints, metrics
+from icestream.epoch import Epoch, Progress, Resume, resume_point
+from icestream.errors import (
+    CommitUnknown,
+    Fenced,
+    HistoryLost,
+    IcestreamError,
+    Retryable,
+    SourceUnavailable,
+    check,
+)
+from icestream.frontier import Frontier
+from icestream.schema import SchemaGap
+from icestream.sinks import Committed, Sink, StaleWrite, Writer, Written
+from icestream.sources import Source, Split
+from icestream.worker import Outcome, describe, write_epoch
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# Half a second doubling to thirty, ten times: some two minutes of trouble are bridged.
+RETRIES_MAX = 10
+RETRY_SECONDS = 0.5
+RETRY_SECONDS_MAX = 30.0
+# A table's schema may need several steps until it takes an epoch; each adds columns.
+REWRITES_MAX = 50
+
+
+class State(StrEnum):
+    """How a pipeline is."""
+
+    STARTING = "starting"
+    RUNNING = "running"
+    STALLED = "stalled"
+    HALTED = "halted"
+    FENCED = "fenced"
+    ENDED = "ended"
+
+
+class Health:
+    """The state of a pipeline and its tables, for those who watch it; safe between threads."""
+
+    def __init__(self, pipeline: str):
+        self._pipeline = pipeline
+        self._lock = threading.Lock()
+        self._state = State.STARTING
+        self._error: IcestreamError | None = None
+        self._tables: dict[str, dict[str, object]] = {}
+        self.become(State.STARTING)
+
+    def become(self, state: State, error: IcestreamError | None = None) -> None:
+        """Enter a state, with the error that led there."""
+        with self._lock:
+            self._state, self._error = state, error
+            for each in State:
+                metrics.HEALTH.labels(self._pipeline, each.value).set(each == state)
+
+    def committed(self, epoch: int, position: str, results: Sequence[Committed]) -> None:
+        """Note what an epoch brought to its tables."""
+        with self._lock:
+            for result in results:
+                self._tables[result.table] = {
+                    "epoch": epoch,
+                    "position": position,
+                    "snapshot_id": result.snapshot_id,
+                    "committed_at": time.time(),
+                }
+
+    def to_json(self) -> dict[str, object]:
+        """The health as plain data."""
+        with self._lock:
+            error = self._error.to_json() if self._error else None
+            tables = {name: {"state": self._state, **t} for name, t in self._tables.items()}
+            return {"state": self._state, "error": error, "tables": tables}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cadence:
+    """How often and how much at once."""
+
+    commit_interval: float = field(
+        default=10.0,
+        metadata={"doc": "Time between two looks for new changes.", "unit": "duration"},
+    )
+    epochs_in_flight: int = field(
+        default=3, metadata={"doc": "Epochs that are read and written at the same time."}
+    )
+    heartbeat_interval: float = field(
+        default=0.0,
+        metadata={
+            "doc": "Longest time that a frontier without changes stays unpublished; 0 is never.",
+            "unit": "duration",
+        },
+    )
+
+
+class Pipeline:
+    """One source, one sink, many tables."""
+
+    def __init__(
+        self, name: str, spark: SparkSession, source: Source, sink: Sink, cadence: Cadence
+    ):
+        self.name = name
+        self.health = Health(name)
+        self._spark = spark
+        self._source = source
+        self._sink = sink
+        self._cadence = cadence
+        self._tables_lock = threading.Lock()
+        self._stop = threading.Event()
+        self._number = 0
+        self._durable = Frontier()
+        self._durable_at = time.monotonic()
+        self._pending: deque[Frontier] = deque()
+
+    def stop(self) -> None:
+        """Ask the loop to end after the commit it is in; callable from any thread."""
+        self._stop.set()
+
+    def run(self, once: bool = False) -> None:
+        """Work until stopped, or with `once` until all that is available now is committed."""
+        try:
+            self._run(once)
+            self.health.become(State.ENDED)
+        except Fenced as error:
+            self.health.become(State.FENCED, error)
+            raise
+        except IcestreamError as error:
+            self.health.become(State.HALTED, error)
+            raise
+        finally:
+            self._source.close()
+
+    def _run(self, once: bool) -> None:
+        progress = self._sink.claim(self._source.tables())
+        resume = resume_point(progress)
+        self._number, self._durable = resume.number, resume.at
+        log.info(
+            "resuming after %s",
+            self._source.position(resume.at) or "the beginning",
+            extra={"pipeline": self.name, "epoch": resume.number},
+        )
+        self._finish(resume)
+        for table, mine in resume.replays.items():
+            self._replay(table, mine)
+        self.health.become(State.RUNNING)
+        self._stream(once)
+
+    def _finish(self, resume: Resume) -> None:
+        """Bring an epoch that only some tables carry to the others, with the same bounds."""
+        epoch = resume.unfinished
+        if epoch is None:
+            return
+        self._retry(lambda: self._source.available(epoch.lower))
+        splits = [s for s in self._source.splits(epoch) if s.table not in resume.carriers]
+        written = self._write(epoch, splits, len(resume.carriers))
+        self._commit(epoch, splits, written)
+        missing = resume.tables - len(resume.carriers)
+        found = len({json.loads(report)["table"] for report in written.reports})
+        if found != missing:
+            raise HistoryLost(
+                f"the source no longer has all of epoch {epoch.number}",
+                detail=f"{missing} tables lack it and the source has changes for {found} of them.",
+                hint="Restore what was removed from the source, or build these tables anew.",
+            )
+
+    def _replay(self, table: str, progress: Progress) -> None:
+        """Bring a table that was rolled back forward to the others, boundary by boundary."""
+        lower = progress.upper
+        ahead = self._retry(lambda: self._source.available(lower))
+        bounds = [upper for upper in ahead if self._durable.covers(upper)]
+        for upper in [*(b for b in bounds if b != self._durable), self._durable]:
+            epoch = self._mint(lower, upper)
+            splits = [s for s in self._source.splits(epoch) if s.table == table]
+            last = upper == self._durable
+            written = self._write(epoch, splits, 0, replaying=not last)
+            if written.reports:
+                self._commit(epoch, splits, written)
+            elif last:
+                self._sink.heartbeat(epoch, table)
+            lower = upper
+
+    def _stream(self, once: bool) -> None:
+        in_flight: deque[tuple[Epoch, Sequence[Split], Future[Written]]] = deque()
+        lower = self._durable
+        with ThreadPoolExecutor(self._cadence.epochs_in_flight, "epoch") as pool:
+            try:
+                while not self._stop.is_set():
+                    while len(in_flight) < self._cadence.epochs_in_flight:
+                        upper = self._next_boundary(lower, once, bool(in_flight))
+                        if upper is None:
+                            break
+                        epoch = self._mint(lower, upper)
+                        splits = self._source.splits(epoch)
+                        future = pool.submit(self._write, epoch, splits, 0)
+                        in_flight.append((epoch, splits, future))
+                        lower = upper
+                    if in_flight:
+                        epoch, splits, future = in_flight.popleft()
+                        self._settle(epoch, splits, future.result())
+                    elif once:
+                        return
+                    else:
+                        self._stop.wait(self._cadence.commit_interval)
+            finally:
+                # Whatever is still being written is given up; nobody sees it.
+                self._stop.set()
+                for _, _, future in in_flight:
+                    future.cancel()
+
+    def _next_boundary(self, lower: Frontier, once: bool, busy: bool) -> Frontier | None:
+        """The next upper bound; the source is asked only when all it named are used up."""
+        if not self._pending and not busy:
+            self._pending.extend(self._available(lower, once))
+        metrics.LAG_EPOCHS.labels(self.name).set(len(self._pending))
+        return self._pending.popleft() if self._pending else None
+
+    def _available(self, lower: Frontier, once: bool) -> Sequence[Frontier]:
+        """What the source has; while it does not answer a running pipeline waits, stalled."""
+        if once:
+            return self._source.available(lower)
+        while not self._stop.is_set():
+            try:
+                found = self._source.available(lower)
+                self.health.become(State.RUNNING)
+                return found
+            except SourceUnavailable as error:
+                self.health.become(State.STALLED, error)
+                log.warning("%s", error, extra={"pipeline": self.name})
+                self._stop.wait(self._cadence.commit_interval)
+        return []
+
+    def _mint(self, lower: Frontier, upper: Frontier) -> Epoch:
+        self._number += 1
+        return Epoch(number=self._number, lower=lower, upper=upper)
+
+    def _settle(self, epoch: Epoch, splits: Sequence[Split], written: Written) -> None:
+        """Make an epoch that was written durable, and tell the source."""
+        if written.reports:
+            self._commit(epoch, splits, written)
+        elif not self._heartbeat(epoch):
+            return
+        self._durable = epoch.upper
+        self._durable_at = time.monotonic()
+        failpoints.reach(failpoints.AFTER_COMMIT)
+        self._source.ack(epoch.upper)
+        failpoints.reach(failpoints.AFTER_ACK)
+        self._observe()
+
+    def _heartbeat(self, epoch: Epoch) -> bool:
+        """Publish a frontier without changes when it is due; False when it stays in memory."""
+        interval = self._cadence.heartbeat_interval
+        due = interval > 0 and time.monotonic() - self._durable_at >= interval
+        return due and self._sink.heartbeat(epoch)
+
+    def _write(
+        self, epoch: Epoch, splits: Sequence[Split], skipped: int, replaying: bool = False
+    ) -> Written:
+        """Have an epoch's files written, however many tries it takes within bounds."""
+        labels = self._source.summary(epoch)
+        for _ in range(REWRITES_MAX):
+            with self._tables_lock:
+                usable = [split for split in splits if self._prepared(split)]
+                tables = sorted({split.table for split in usable})
+                writer = self._sink.writer(epoch, tables)
+            failpoints.reach(failpoints.BEFORE_WRITE)
+            try:
+                outcome = self._retry(partial(self._write_once, epoch, usable, writer))
+            except SchemaGap as gap:
+                with self._tables_lock:
+                    self._sink.add_columns(gap.table, gap.columns)
+                continue
+            failpoints.reach(failpoints.AFTER_WRITE)
+            metrics.ROWS_READ.labels(self.name).inc(outcome.rows)
+            for learned in outcome.learned:
+                self._source.learn(learned)
+            return Written(
+                epoch=epoch,
+                reports=outcome.reports,
+                skipped=skipped,
+                writer=writer,
+                labels=labels,
+                replaying=replaying,
+            )
+        raise StaleWrite(epoch)
+
+    def _write_once(self, epoch: Epoch, splits: Sequence[Split], writer: Writer) -> Outcome:
+        description = f"icestream {self.name} epoch {epoch.number}"
+        return write_epoch(self._spark, splits, writer, self._source.keyed, description)
+
+    def _prepared(self, split: Split) -> bool:
+        return self._sink.prepare(split.table, lambda: self._source.shape(split.table))
+
+    def _commit(self, epoch: Epoch, splits: Sequence[Split], written: Written) -> None:
+        """Commit what was written; files that a table no longer takes are written again."""
+        for attempt in range(1, REWRITES_MAX):
+            try:
+                results = self._sink.commit(written)
+                break
+            except StaleWrite as stale:
+                check(attempt + 1 < REWRITES_MAX, "a table's schema comes to rest")
+                log.info("writing again: %s changed", stale, extra={"epoch": epoch.number})
+                # A table that took the epoch already is found to carry it, and keeps it as it is.
+                written = self._write(epoch, splits, written.skipped, written.replaying)
+        position = self._source.position(epoch.upper)
+        self.health.committed(epoch.number, position, results)
+        log.info(
+            "committed %s",
+            position,
+            extra={
+                "pipeline": self.name,
+                "epoch": epoch.number,
+                "tables": len(results),
+                **describe(written.reports),
+            },
+        )
+
+    def _retry(self, call: Callable[[], T]) -> T:
+        """Call again after passing trouble, within bounds, and show it as stalled meanwhile."""
+        for attempt in range(RETRIES_MAX):
+            try:
+                return call()
+            except (Retryable, CommitUnknown) as error:
+                if attempt + 1 == RETRIES_MAX or self._stop.is_set():
+                    raise
+                self.health.become(State.STALLED, error)
+                log.warning("trying again: %s", error, extra={"pipeline": self.name})
+                self._stop.wait(min(RETRY_SECONDS_MAX, RETRY_SECONDS * 2**attempt))
+        raise AssertionError("unreachable")
+
+    def _observe(self) -> None:
+        self.health.become(State.RUNNING)
+        metrics.EPOCH_AGE_SECONDS.labels(self.name).set(0)
+        lag = self._source.lag_seconds(self._durable)
+        if lag is not None:
+            metrics.LAG_SECONDS.labels(self.name).set(lag)

@@ -1,0 +1,264 @@
+"""Columns of source tables, and text values cast exactly to the table's Iceberg types.
+
+Sources that carry no types (JSON) deliver text. Casting it is exact or refused: a value that does
+not fit its column without loss raises `SchemaRejected`, it is never rounded, cut or made null.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.json as pajson
+from pydantic import ValidationError
+from pyiceberg.io.pyarrow import schema_to_pyarrow
+from pyiceberg.schema import Schema
+from pyiceberg.types import (
+    BinaryType,
+    DecimalType,
+    DoubleType,
+    FixedType,
+    IcebergType,
+    ListType,
+    LongType,
+    MapType,
+    NestedField,
+    StringType,
+    StructType,
+    TimeType,
+    UUIDType,
+)
+
+from icestream.errors import ConfigInvalid, SchemaRejected
+
+# Any decimal text of at most this many digits survives the way through a double and back.
+_DOUBLE_DIGITS_EXACT = 15
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    """A column of a source table as it would be created in Iceberg."""
+
+    name: str
+    type: IcebergType
+    required: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableShape:
+    """What a source knows of a table: its columns and the names of its key."""
+
+    columns: Sequence[Column]
+    key: Sequence[str]
+
+
+class SchemaGap(Exception):
+    """The data has columns that the table lacks; the coordinator adds them and reads again."""
+
+    def __init__(self, table: str, columns: Sequence[Column]):
+        super().__init__(f"table {table} lacks {', '.join(column.name for column in columns)}")
+        self.table = table
+        self.columns = columns
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SchemaGap, (self.table, self.columns)
+
+
+def parse_type(text: str) -> IcebergType:
+    """The Iceberg type that a configuration names, such as `decimal(20,4)` or `timestamptz`."""
+    try:
+        field = {"id": 1, "name": "x", "type": text.strip().lower(), "required": False}
+        return NestedField.model_validate(field).field_type
+    except (ValidationError, ValueError) as error:
+        raise ConfigInvalid(
+            f"there is no type {text!r}",
+            hint="Use Iceberg's names: boolean, int, long, float, double, decimal(p,s), date, "
+            "time, timestamp, timestamptz, string, uuid, binary.",
+        ) from error
+
+
+def new_schema(shape: TableShape) -> Schema:
+    """The Iceberg schema for a table that is created from its source."""
+    key = set(shape.key)
+    fields = [
+        NestedField(
+            field_id=number,
+            name=column.name,
+            field_type=column.type,
+            required=column.required or column.name in key,
+        )
+        for number, column in enumerate(shape.columns, start=1)
+    ]
+    identifiers = [field.field_id for field in fields if field.name in key]
+    return Schema(*fields, identifier_field_ids=identifiers)
+
+
+def arrow_schema(schema: Schema) -> pa.Schema:
+    """The Arrow schema that the table's columns are written with, field ids included."""
+    return schema_to_pyarrow(schema)
+
+
+def infer_number(text: pa.Array) -> IcebergType:
+    """A type that holds these JSON numbers exactly; a guess that later values may refuse.
+
+    Whole numbers are long. A trailing zero after the point (`1.50`) is what a decimal with a fixed
+    scale prints and a float never does, so it means decimal; other fractions are double.
+    """
+    fractional = pc.match_substring_regex(text, r"[.eE]")
+    if not pc.any(fractional, min_count=0).as_py():
+        longest = pc.max(pc.utf8_length(pc.utf8_ltrim(text, "-"))).as_py() or 0
+        return LongType() if longest <= 18 or _fits_long(text) else DecimalType(38, 0)
+    if pc.any(pc.match_substring_regex(text, r"\.\d*0$"), min_count=0).as_py():
+        fraction = pc.extract_regex(text, r"\.(?P<fraction>\d+)$")
+        scale = pc.max(pc.utf8_length(pc.struct_field(fraction, 0))).as_py()
+        return DecimalType(38, scale)
+    return DoubleType()
+
+
+def _fits_long(text: pa.Array) -> bool:
+    try:
+        pc.cast(text, pa.int64())
+        return True
+    except pa.ArrowInvalid:
+        return False
+
+
+def cast_text(text: pa.Array, column: str, kind: IcebergType, arrow_type: pa.DataType) -> pa.Array:
+    """Text of one column as the table's type; raises `SchemaRejected` when a value does not fit."""
+    try:
+        return _cast(text, kind, arrow_type)
+    except (pa.ArrowInvalid, ValueError, InvalidOperation) as error:
+        raise SchemaRejected(
+            f"a value of column {column} does not fit its type {kind}",
+            # Arrow quotes the value it fails on; rows are nobody's business in a log.
+            detail=f"{_failing_rows(text, kind, arrow_type)} of {len(text)} values do not fit.",
+            hint=f"Declare the column's type with `columns: {{{column}: ...}}` before the table is "
+            "created, or change the table's column to a type that holds the source's values.",
+        ) from error
+
+
+def _failing_rows(text: pa.Array, kind: IcebergType, arrow_type: pa.DataType) -> int:
+    """How many values fail, found by halving, at most the first thousand."""
+    failing, pending = 0, [text]
+    while pending and failing < 1000:
+        part = pending.pop()
+        try:
+            _cast(part, kind, arrow_type)
+        except (pa.ArrowInvalid, ValueError, InvalidOperation):
+            if len(part) == 1:
+                failing += 1
+            else:
+                half = len(part) // 2
+                pending += [part[half:], part[:half]]
+    return failing
+
+
+def _cast(text: pa.Array, kind: IcebergType, arrow_type: pa.DataType) -> pa.Array:
+    special: dict[type, Callable[[pa.Array, pa.DataType], pa.Array]] = {
+        StringType: lambda values, to: values.cast(to),
+        DoubleType: lambda values, to: _exact_doubles(values),
+        TimeType: lambda values, to: _times(values),
+        UUIDType: lambda values, to: _uuids(values, to),
+        BinaryType: lambda values, to: _bytes(values).cast(to),
+        FixedType: lambda values, to: _bytes(values).cast(to),
+        ListType: _nested,
+        MapType: _nested,
+        StructType: _nested,
+    }
+    convert = special.get(type(kind))
+    return convert(text, arrow_type) if convert else pc.cast(text, arrow_type)
+
+
+def _exact_doubles(text: pa.Array) -> pa.Array:
+    values = pc.cast(text, pa.float64())
+    long = pc.greater(pc.utf8_length(text), _DOUBLE_DIGITS_EXACT + 1)
+    differs = pc.and_(long, pc.not_equal(pc.cast(values, pa.string()), text))
+    suspicious = text.filter(differs)
+    # The same number has several spellings; only what is spelled otherwise is compared by value.
+    for original, double in zip(
+        suspicious.to_pylist(), values.filter(differs).to_pylist(), strict=True
+    ):
+        if Decimal(original).is_finite() and Decimal(original) != Decimal(repr(double)):
+            raise ValueError("a number has more digits than a double keeps")
+    return values
+
+
+def _times(text: pa.Array) -> pa.Array:
+    midnight = pa.scalar("1970-01-01T")
+    joined = pc.binary_join_element_wise(midnight, text, pa.scalar(""))
+    return pc.cast(pc.cast(joined, pa.timestamp("us")), pa.time64("us"))
+
+
+def _uuids(text: pa.Array, arrow_type: pa.DataType) -> pa.Array:
+    digits = pc.replace_substring(text, "-", "")
+    lengths = pc.utf8_length(digits)
+    if not pc.all(pc.equal(lengths, 32), min_count=0).as_py():
+        raise ValueError("a uuid has another length")
+    storage = _from_hex(digits).cast(pa.binary(16))
+    if isinstance(arrow_type, pa.BaseExtensionType):
+        return pa.ExtensionArray.from_storage(arrow_type, storage)
+    return storage
+
+
+def _bytes(text: pa.Array) -> pa.Array:
+    if not pc.all(pc.starts_with(text, "\\x"), min_count=0).as_py():
+        raise ValueError("a binary value does not start with \\x")
+    return _from_hex(pc.utf8_slice_codeunits(text, 2))
+
+
+def _from_hex(digits: pa.Array) -> pa.Array:
+    lengths = pc.fill_null(pc.utf8_length(digits), 0).to_numpy(zero_copy_only=False)
+    if (lengths % 2).any():
+        raise ValueError("an odd number of hexadecimal digits")
+    whole = "".join(pc.fill_null(digits, "").to_pylist())
+    content = bytes.fromhex(whole)
+    if 2 * len(content) != len(whole):
+        raise ValueError("blanks between hexadecimal digits")
+    offsets = np.zeros(len(digits) + 1, dtype=np.int32)
+    np.cumsum(lengths // 2, out=offsets[1:])
+    mask = pc.is_null(digits)
+    values = pa.Array.from_buffers(
+        pa.binary(), len(digits), [None, pa.py_buffer(offsets), pa.py_buffer(content)]
+    )
+    return pc.if_else(mask, pa.scalar(None, pa.binary()), values)
+
+
+def _nested(text: pa.Array, arrow_type: pa.DataType) -> pa.Array:
+    """JSON text of lists, maps and structs, parsed together by Arrow's JSON reader."""
+    if len(text) == 0:
+        return pa.array([], arrow_type)
+    lines = pc.binary_join_element_wise(
+        pa.scalar('{"v":'), pc.fill_null(text, "null"), pa.scalar("}\n"), pa.scalar("")
+    )
+    content = "".join(lines.to_pylist()).encode()
+    plain = _small(arrow_type)
+    parsed = pajson.read_json(
+        pa.py_buffer(content),
+        read_options=pajson.ReadOptions(block_size=max(len(content), 1)),
+        parse_options=pajson.ParseOptions(
+            explicit_schema=pa.schema([("v", plain)]), unexpected_field_behavior="error"
+        ),
+    )
+    return parsed.column("v").combine_chunks().cast(arrow_type)
+
+
+def _small(kind: pa.DataType) -> pa.DataType:
+    """Arrow's JSON reader knows neither large nor extension types."""
+    if pa.types.is_large_string(kind):
+        return pa.string()
+    if pa.types.is_large_list(kind) or pa.types.is_list(kind):
+        return pa.list_(pa.field("element", _small(kind.value_type)))
+    if pa.types.is_struct(kind):
+        return pa.struct([(field.name, _small(field.type)) for field in kind])
+    if pa.types.is_map(kind):
+        return pa.map_(_small(kind.key_type), _small(kind.item_type))
+    return kind
+
+
+def schema_from_json(text: str) -> Schema:
+    """The schema as Iceberg's library prints it."""
+    return Schema.model_validate(json.loads(text))

@@ -1,0 +1,110 @@
+"""What a sink is: a destination that takes an epoch and its frontier in one atomic step.
+
+What a writer does is invisible or idempotent; only `commit` makes it visible. Progress is whatever
+the destination says it is, and nothing else remembers it.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import pyarrow as pa
+
+from icestream.epoch import Epoch, Progress
+from icestream.schema import Column, TableShape
+
+
+class Writer(Protocol):
+    """Runs on workers; plain data."""
+
+    def schema_json(self, table: str) -> str:
+        """The schema that changes of the table must be read with."""
+        ...
+
+    def key(self, table: str) -> Sequence[str]:
+        """The columns that identify a row; empty when rows are only ever added."""
+        ...
+
+    def write(self, table: str, shard: str, changes: pa.Table) -> Iterator[str]:
+        """Write changes and report each file closed, as JSON; a second call does the same again."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Committed:
+    """What one table got from an epoch."""
+
+    table: str
+    snapshot_id: int | None
+    duplicate: bool
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """An epoch whose files are written and that waits for its commit.
+
+    `skipped` counts the tables that carry the epoch already; `labels` are the source's own entries
+    for the summaries; `replaying` says that more epochs follow which only these tables lack.
+    """
+
+    epoch: Epoch
+    reports: Sequence[str]
+    skipped: int
+    writer: Writer | None
+    labels: Mapping[str, str]
+    replaying: bool = False
+
+
+class Sink(Protocol):
+    """Where changes go. Used by the coordinator alone."""
+
+    def claim(self, tables: Sequence[str]) -> Mapping[str, Progress]:
+        """Take the pipeline over: publish the next generation in every table that exists.
+
+        Returns the progress of each. From then on a writer of an older generation cannot commit.
+        Raises `RolledBack` when a table's last commit is no longer in its history.
+        """
+        ...
+
+    def prepare(self, table: str, shape: Callable[[], TableShape | None]) -> bool:
+        """Make sure that the table is there, claimed, and its key known.
+
+        `shape` is asked only when the table must be created or does not tell its key; when it has
+        no answer yet (None) and the table does not exist, nothing is made and False is returned.
+        """
+        ...
+
+    def add_columns(self, table: str, columns: Sequence[Column]) -> None:
+        """Let the table take columns it lacks."""
+        ...
+
+    def writer(self, epoch: Epoch, tables: Sequence[str]) -> Writer:
+        """A writer for the epoch's files of these tables, as they are now.
+
+        Files of one writer never overwrite those of another.
+        """
+        ...
+
+    def commit(self, written: Written) -> Sequence[Committed]:
+        """Make the epoch durable in every table it has reports for, each with its progress.
+
+        Raises `Fenced`, `ProgressLost`, `StaleWrite` when the files no longer fit a table, and
+        `CommitUnknown` when even reading back does not tell what happened.
+        """
+        ...
+
+    def heartbeat(self, epoch: Epoch, table: str | None = None) -> bool:
+        """Make the frontier of an epoch without changes durable, in one table.
+
+        False when there is no table yet that could remember it.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of connections."""
+        ...
+
+
+class StaleWrite(Exception):
+    """Someone changed a table's schema or partitioning after its files were written."""

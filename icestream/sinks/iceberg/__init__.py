@@ -1,0 +1,388 @@
+"""The Iceberg sink: one snapshot per table and epoch, with the frontier in its summary.
+
+Only tables with changes commit an epoch, in parallel. The tables of a pipeline are those its
+configuration names, those its source has, and those in its namespace that bear its tag.
+"""
+
+import itertools
+import json
+import logging
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+from icestream import failpoints, metrics
+from icestream.epoch import Epoch, Progress, batch_id
+from icestream.errors import Broken, ConfigInvalid, check
+from icestream.iceberg import progress as summaries
+from icestream.iceberg.catalog import (
+    Catalog,
+    Head,
+    NewTable,
+    Table,
+    TableName,
+    WriteTarget,
+    local_path,
+)
+from icestream.iceberg.files import FileClosed
+from icestream.schema import Column, TableShape, new_schema, schema_from_json
+from icestream.sinks import Committed, StaleWrite, Written
+from icestream.sinks.iceberg.commit import Commit, publish_claim, publish_epoch, refuse_rollback
+from icestream.sinks.iceberg.writer import IcebergWriter
+
+log = logging.getLogger(__name__)
+
+K = TypeVar("K")
+V = TypeVar("V")
+R = TypeVar("R")
+
+COMMITS_IN_PARALLEL = 8
+# The key in the source's order: identifier fields are a set and forget it.
+KEY_PROPERTY = "icestream.key"
+# Options under this name hold for every table that has none of its own.
+ANY_TABLE = "*"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableOptions:
+    """What can be said of one table; it applies when the table is created, but for the name, the
+    key and the delete columns."""
+
+    table: str = field(
+        default="", metadata={"doc": "Name in the catalog; the source's by default."}
+    )
+    partition_by: Sequence[str] = field(
+        default=(), metadata={"doc": "Partition terms such as `day(created_at)`, `bucket(16, id)`."}
+    )
+    sort_by: Sequence[str] = field(
+        default=(), metadata={"doc": "Sort columns, each with an optional `desc`."}
+    )
+    properties: Mapping[str, str] = field(
+        default_factory=dict, metadata={"doc": "Iceberg table properties."}
+    )
+    location: str = field(default="", metadata={"doc": "Where the table's files lie."})
+    equality_delete_by: Sequence[str] = field(
+        default=(), metadata={"doc": "Columns that identify a row; the source's key by default."}
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IcebergSinkOptions:
+    """Options of the Iceberg sink."""
+
+    catalog: Mapping[str, str] = field(
+        default_factory=dict,
+        metadata={"doc": "Handed to Iceberg as it is; an embedded SQLite catalog by default."},
+    )
+    namespace: str = field(default="default", metadata={"doc": "Namespace of the tables."})
+    tables: Mapping[str, TableOptions] = field(
+        default_factory=dict, metadata={"doc": "Options by source table."}
+    )
+    branch: str = field(default="main", metadata={"doc": "Branch that commits go to."})
+    format_version: int = field(
+        default=2, metadata={"doc": "Iceberg format version of new tables, 2 or 3."}
+    )
+    equality_delete_by: Sequence[str] = field(
+        default=(), metadata={"doc": "Columns that identify a row, for every table."}
+    )
+    properties: Mapping[str, str] = field(
+        default_factory=dict, metadata={"doc": "Iceberg table properties of new tables."}
+    )
+
+
+DEFAULT_CATALOG = {
+    "type": "jdbc",
+    "name": "icestream",
+    "uri": "jdbc:sqlite:icestream-data/catalog.db",
+    "warehouse": "icestream-data/warehouse",
+    "jdbc.schema-version": "V1",
+}
+
+
+def catalog_properties(options: IcebergSinkOptions) -> dict[str, str]:
+    """The catalog's properties, with the embedded default and local paths made absolute."""
+    given = {str(name): str(value) for name, value in options.catalog.items()}
+    properties = given or dict(DEFAULT_CATALOG)
+    if properties.get("type") == "jdbc":
+        properties.setdefault("jdbc.schema-version", "V1")
+        prefix = "jdbc:sqlite:"
+        uri = properties.get("uri", "")
+        if uri.startswith(prefix) and not uri.startswith(f"{prefix}file:"):
+            properties["uri"] = prefix + local_path(uri.removeprefix(prefix))
+    if "warehouse" in properties and "/" in properties["warehouse"]:
+        properties["warehouse"] = local_path(properties["warehouse"])
+    return properties
+
+
+class _TableState:
+    """What this run knows of one table."""
+
+    __slots__ = ("handle", "key", "progress", "target")
+
+    def __init__(self, handle: Table, progress: Progress):
+        self.handle = handle
+        self.progress = progress
+        self.key: Sequence[str] | None = None
+        self.target: WriteTarget | None = None
+
+
+class IcebergSink:
+    """See the module and `icestream.sinks.Sink`."""
+
+    def __init__(self, catalog: Catalog, options: IcebergSinkOptions, pipeline: str):
+        self._catalog = catalog
+        self._options = options
+        self._pipeline = pipeline
+        self._generation = 0
+        self._claim_id = str(uuid.uuid4())
+        self._states: dict[str, _TableState] = {}
+        self._writers = itertools.count()
+
+    def table_name(self, table: str) -> TableName:
+        """The name in the catalog of a source table."""
+        namespace = tuple(self._options.namespace.split("."))
+        given = self._table_options(table).table
+        return TableName(namespace=namespace, name=given or table.rsplit(".", 1)[-1])
+
+    def claim(self, tables: Sequence[str]) -> Mapping[str, Progress]:
+        """Take the pipeline over in every table that exists; see `Sink.claim`."""
+        heads = self.heads(tables)
+        for table, (_, head) in heads.items():
+            refuse_rollback(head, table, self._pipeline)
+        found = [head.progress.generation for _, head in heads.values() if head.progress]
+        self._generation = 1 + max(found, default=0)
+        handles = [(table, heads[table][0]) for table in sorted(heads)]
+        # The first table decides between two runs that start at once: claiming all tables in
+        # parallel could give each run some of them and stop both.
+        for part in (handles[:1], handles[1:]):
+            claimed = self._each(dict(part), lambda _, handle: self._claim(handle))
+            for table, handle in part:
+                self._states[table] = _TableState(handle, claimed[table])
+            failpoints.reach(failpoints.AFTER_CLAIM)
+        return {table: state.progress for table, state in self._states.items()}
+
+    def heads(self, tables: Sequence[str]) -> dict[str, tuple[Table, Head]]:
+        """The pipeline's tables that exist, each with its head; nothing is claimed."""
+        handles = self._existing(tables)
+        branch = self._options.branch
+        heads = self._each(handles, lambda _, handle: handle.head(self._pipeline, branch))
+        return {table: (handle, heads[table]) for table, handle in handles.items()}
+
+    def prepare(self, table: str, shape: Callable[[], TableShape | None]) -> bool:
+        """Make sure that the table is there, claimed, and its key known; see `Sink.prepare`."""
+        state = self._states.get(table) or self._adopted(table)
+        if state is None:
+            handle = self._catalog.load(self.table_name(table)) or self._create(table, shape())
+            if handle is None:
+                return False
+            state = _TableState(handle, self._claim(handle))
+            self._states[table] = state
+        if state.key is None:
+            state.key = self._key(table, state.handle, shape)
+        return True
+
+    def add_columns(self, table: str, columns: Sequence[Column]) -> None:
+        """Let the table take columns it lacks."""
+        log.info("adding columns %s", [c.name for c in columns], extra={"table": table})
+        state = self._states[table]
+        state.handle.add_columns(columns)
+        state.target = None
+
+    def writer(self, epoch: Epoch, tables: Sequence[str]) -> IcebergWriter:
+        """A writer for the epoch's files of these tables, as they are now."""
+        for table in tables:
+            state = self._states[table]
+            if state.target is None:
+                state.target = state.handle.target(self._options.branch, state.key or ())
+        targets = {table: self._states[table].target for table in tables}
+        return IcebergWriter(
+            pipeline=self._pipeline,
+            epoch=epoch.number,
+            run=f"g{self._generation}.{next(self._writers)}",
+            targets={table: target for table, target in targets.items() if target is not None},
+            batch_ids={table: batch_id(self._pipeline, table, epoch.upper) for table in tables},
+        )
+
+    def commit(self, written: Written) -> Sequence[Committed]:
+        """Publish the epoch in every table it has files for, in parallel; see `Sink.commit`."""
+        epoch = written.epoch
+        files = collect(written.reports, epoch.number)
+        tables = written.skipped + len(files)
+        progress = summaries.progress_of(epoch, self._pipeline, self._generation, tables)
+        new = replace(progress, replaying=written.replaying)
+        commits = {
+            table: self._commit(table, new, closed, written) for table, closed in files.items()
+        }
+        try:
+            return list(self._each(commits, self._publish).values())
+        except StaleWrite:
+            for state in self._states.values():
+                state.target = None
+            raise
+
+    def heartbeat(self, epoch: Epoch, table: str | None = None) -> bool:
+        """Publish the frontier of an epoch without changes, in the first table by default."""
+        if not self._states:
+            return False
+        where = table or min(self._states)
+        new = summaries.progress_of(epoch, self._pipeline, self._generation, 1)
+        nothing = Written(epoch=epoch, reports=[], skipped=0, writer=None, labels={})
+        self._publish(where, self._commit(where, new, [], nothing))
+        return True
+
+    def close(self) -> None:
+        """Let go of the catalog's connections."""
+        self._catalog.close()
+
+    def settle_rollback(self, table: str, replay: bool) -> Progress:
+        """Settle a rollback: replay from the older progress, or keep the newer one and go on."""
+        handle = self._catalog.load(self.table_name(table))
+        if handle is None:
+            raise ConfigInvalid(f"there is no table {self.table_name(table)}")
+        branch = self._options.branch
+        head = handle.head(self._pipeline, branch)
+        if head.rolled_back_from is None:
+            raise ConfigInvalid(f"table {self.table_name(table)} was not rolled back")
+        older = head.progress or Progress(pipeline=self._pipeline)
+        kept = replace(older, replaying=True) if replay else head.rolled_back_from
+        newest = max(older.generation, head.rolled_back_from.generation)
+        progress = replace(kept, generation=newest + 1)
+        summary = summaries.to_summary(progress, handle.write_side_file)
+        handle.publish(head, branch, [], {**summary, summaries.CLAIM: self._claim_id})
+        return progress
+
+    def _existing(self, tables: Sequence[str]) -> dict[str, Table]:
+        """The pipeline's tables that exist, by their names at the source."""
+        named = {*tables, *self._options.tables} - {ANY_TABLE}
+        by_name = {self.table_name(table): table for table in sorted(named)}
+        if len(by_name) < len(named):
+            raise ConfigInvalid(
+                "two source tables go into one Iceberg table",
+                detail=f"Source tables: {', '.join(sorted(named))}.",
+                hint="Give one of them another name with `tables: {<source>: {table: <name>}}`.",
+            )
+        for namespace in {name.namespace for name in by_name} or {self.table_name("x").namespace}:
+            for name in self._catalog.names(namespace):
+                by_name.setdefault(name, name.name)
+        loaded = self._each(by_name, lambda name, table: self._load_own(name, table in named))
+        return {by_name[name]: handle for name, handle in loaded.items() if handle is not None}
+
+    def _load_own(self, name: TableName, named: bool) -> Table | None:
+        """The table if the pipeline feeds it: it was named, or it bears the pipeline's tag."""
+        handle = self._catalog.load(name)
+        if handle is None or named:
+            return handle
+        return handle if handle.has_tag(self._pipeline) else None
+
+    def _adopted(self, table: str) -> _TableState | None:
+        """The state of a table that was found by its tag before the source named it."""
+        for name, state in self._states.items():
+            if state.handle.name == self.table_name(table):
+                self._states[table] = self._states.pop(name)
+                return state
+        return None
+
+    def _claim(self, handle: Table) -> Progress:
+        claim = Progress(pipeline=self._pipeline, generation=self._generation)
+        return publish_claim(handle, self._options.branch, claim, self._claim_id)
+
+    def _create(self, table: str, shape: TableShape | None) -> Table | None:
+        if shape is None:
+            return None
+        options = self._table_options(table)
+        properties = {
+            "format-version": str(self._options.format_version),
+            KEY_PROPERTY: json.dumps(list(shape.key)),
+            **self._options.properties,
+            **options.properties,
+        }
+        new = NewTable(
+            schema_json=new_schema(shape).model_dump_json(),
+            partition_by=options.partition_by,
+            sort_by=options.sort_by,
+            properties={str(name): str(value) for name, value in properties.items()},
+            location=options.location or None,
+        )
+        return self._catalog.create(self.table_name(table), new)
+
+    def _key(
+        self, table: str, handle: Table, shape: Callable[[], TableShape | None]
+    ) -> Sequence[str]:
+        """The columns that identify a row, in the source's order."""
+        given = self._table_options(table).equality_delete_by or self._options.equality_delete_by
+        remembered = handle.properties().get(KEY_PROPERTY)
+        key = list(given) or (json.loads(remembered) if remembered else [])
+        if not key:
+            known = shape()
+            key = list(known.key) if known else handle.identifier_columns()
+        columns = {column.name for column in schema_from_json(handle.schema_json()).fields}
+        missing = [name for name in key if name not in columns]
+        if missing:
+            raise ConfigInvalid(
+                f"table {handle.name} has no column {missing[0]} to delete by",
+                detail=f"Its columns are {', '.join(sorted(columns))}.",
+                hint="Correct `equality_delete_by`.",
+            )
+        return key
+
+    def _commit(
+        self, table: str, new: Progress, files: Sequence[FileClosed], written: Written
+    ) -> Commit:
+        writer = written.writer
+        target = writer.targets.get(table) if isinstance(writer, IcebergWriter) else None
+        return Commit(
+            table=table,
+            branch=self._options.branch,
+            expected=self._states[table].progress,
+            new=new,
+            files=files,
+            written_for=(target.uuid, target.schema_id, target.spec_id) if target else None,
+            labels=written.labels,
+        )
+
+    def _publish(self, table: str, commit: Commit) -> Committed:
+        state = self._states[table]
+        committed = publish_epoch(state.handle, commit)
+        state.progress = commit.new
+        for file in commit.files:
+            metrics.ROWS_WRITTEN.labels(table, file.kind).inc(file.record_count)
+            metrics.BYTES_WRITTEN.labels(table, file.kind).inc(file.size_bytes)
+        return committed
+
+    def _table_options(self, table: str) -> TableOptions:
+        options = self._options.tables
+        return options.get(table) or options.get(ANY_TABLE) or TableOptions()
+
+    def _each(self, items: Mapping[K, V], work: Callable[[K, V], R]) -> dict[K, R]:
+        """Run over the items in parallel; all are awaited, then the worst error is raised."""
+        if len(items) <= 1:
+            return {key: work(key, value) for key, value in items.items()}
+        with ThreadPoolExecutor(max_workers=min(COMMITS_IN_PARALLEL, len(items))) as pool:
+            futures = {key: pool.submit(work, key, value) for key, value in items.items()}
+        errors = [error for future in futures.values() if (error := future.exception())]
+        if errors:
+            raise max(errors, key=lambda error: getattr(error, "exit_code", 9))
+        return {key: future.result() for key, future in futures.items()}
+
+
+def collect(reports: Iterable[str], epoch: int) -> dict[str, list[FileClosed]]:
+    """Reported files by table; a repeated report is dropped, one that differs is refused."""
+    by_path: dict[str, FileClosed] = {}
+    for report in reports:
+        file = FileClosed.from_json(report)
+        check(file.epoch == epoch, f"{file.path} belongs to epoch {epoch}")
+        known = by_path.get(file.path)
+        if known is not None and known.sha256 != file.sha256:
+            raise Broken(
+                f"two different files were reported under {file.path}",
+                detail="A task that ran twice did not write the same file twice.",
+            )
+        if known is None:
+            by_path[file.path] = file
+            metrics.FILES_CLOSED.labels(file.table, file.kind).inc()
+    tables: dict[str, list[FileClosed]] = {}
+    for _, file in sorted(by_path.items()):
+        tables.setdefault(file.table, []).append(file)
+    return tables

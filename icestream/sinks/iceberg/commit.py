@@ -1,0 +1,255 @@
+"""Publishing an epoch in one table: exactly once, or not at all and said so.
+
+An attempt reads fresh metadata, checks it, and swaps against exactly that metadata. Four rules make
+it exact; leaving out any one of them (or the pair that covers for it) loses or doubles rows, which
+tests show by switching them off:
+
+1. Swap: the catalog replaces the metadata only if it still is the one that was checked.
+2. Continuity: the progress found there is exactly the one this run last saw or made there. So the
+   epoch joins on to what is durable, whoever else wrote in between.
+3. Fence: no newer generation of the pipeline has claimed the table. A starting run claims with a
+   commit of its own, which also makes every commit prepared before it fail.
+4. Read-back: after an answer was lost, and before every further attempt, look for the own batch id
+   first. A refusal does not prove that the commit was not ours: the client may have sent it twice.
+
+The obvious wrong way is to check first and commit with the library's own retry: it rebases onto
+newer metadata that nobody checked.
+"""
+
+import logging
+import random
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from icestream import failpoints, metrics
+from icestream.epoch import Progress, batch_id
+from icestream.errors import (
+    CommitConflict,
+    CommitUnknown,
+    Fenced,
+    IcestreamError,
+    ProgressLost,
+    RolledBack,
+    TargetUnavailable,
+)
+from icestream.iceberg import progress as summaries
+from icestream.iceberg.catalog import Head
+from icestream.iceberg.files import DATA, FileClosed
+from icestream.sinks import Committed, StaleWrite
+
+log = logging.getLogger(__name__)
+
+# Half a second doubling to ten, twenty times: about three minutes of an unreachable or busy
+# catalog are bridged before an operator is asked.
+ATTEMPTS_MAX = 20
+BACKOFF_SECONDS = 0.5
+BACKOFF_SECONDS_MAX = 10.0
+
+
+class CommitTable(Protocol):
+    """A table that can be read afresh and swapped; Iceberg's, or a simulated one."""
+
+    @property
+    def name(self) -> object: ...
+
+    def head(self, pipeline: str, branch: str) -> Head: ...
+
+    def publish(
+        self, head: Head, branch: str, files: Sequence[FileClosed], summary: Mapping[str, str]
+    ) -> int: ...
+
+    def write_side_file(self, name: str, content: bytes) -> str: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commit:
+    """One epoch for one table, ready to be published."""
+
+    table: str
+    branch: str
+    expected: Progress
+    new: Progress
+    files: Sequence[FileClosed]
+    written_for: tuple[str, int, int] | None
+    labels: Mapping[str, str]
+
+
+def publish_epoch(table: CommitTable, commit: Commit) -> Committed:
+    """Publish the epoch; when this returns it is durable exactly once.
+
+    Raises `Fenced`, `ProgressLost`, `RolledBack` or `StaleWrite` with nothing published, and
+    `CommitUnknown` or `TargetUnavailable` when the catalog did not come back in time: a restart
+    finds out.
+    """
+    started = time.monotonic()
+    own_batch = batch_id(commit.new.pipeline, commit.table, commit.new.upper)
+    summary = _summary(table, commit, own_batch)
+    attempted = False
+    for attempt in _attempts(commit.table):
+        try:
+            head = table.head(commit.new.pipeline, commit.branch)
+            if _published(head, own_batch, commit, attempted):
+                return _duplicate(commit, head, started)
+            _check(head, commit)
+            snapshot_id = table.publish(head, commit.branch, commit.files, summary)
+            return _committed(commit, snapshot_id, started)
+        except CommitConflict as error:
+            metrics.COMMIT_CONFLICTS.labels(commit.table).inc()
+            attempt.failed(error)
+        except (CommitUnknown, TargetUnavailable) as error:
+            attempt.failed(error)
+        attempted = True
+    raise attempt.last_error()
+
+
+def publish_claim(table: CommitTable, branch: str, claim: Progress, claim_id: str) -> Progress:
+    """Publish this run's generation in a table, with the progress found there carried forward.
+
+    Raises `Fenced` when a run of the same or a newer generation was faster.
+    """
+    for attempt in _attempts(str(table.name)):
+        try:
+            head = table.head(claim.pipeline, branch)
+            refuse_rollback(head, str(table.name), claim.pipeline)
+            found = head.progress or Progress(pipeline=claim.pipeline)
+            if head.claim_id == claim_id:
+                return found
+            if found.generation >= claim.generation:
+                raise _fenced(str(table.name), found, claim.generation)
+            mine = replace(found, generation=claim.generation)
+            summary = summaries.to_summary(mine, table.write_side_file)
+            table.publish(head, branch, [], {**summary, summaries.CLAIM: claim_id})
+            return mine
+        except (CommitConflict, CommitUnknown, TargetUnavailable) as error:
+            attempt.failed(error)
+    raise attempt.last_error()
+
+
+def refuse_rollback(head: Head, table: str, pipeline: str) -> None:
+    """Raise `RolledBack` when the pipeline's last commit is no longer in the branch's history."""
+    if head.rolled_back_from is None:
+        return
+    lost, found = head.rolled_back_from, head.progress
+    older = f"epoch {found.epoch}" if found else "before the pipeline's first epoch"
+    raise RolledBack(
+        f"table {table} was rolled back",
+        detail=f"Pipeline {pipeline} committed epoch {lost.epoch}, but the table is at {older}.",
+        hint="Run `icestream rollback --replay` to apply the undone epochs again, or "
+        "`icestream rollback --accept` to leave them undone and go on from here.",
+    )
+
+
+def _published(head: Head, own_batch: str, commit: Commit, attempted: bool) -> bool:
+    """Whether the epoch is in the table already: by an attempt whose answer was lost."""
+    if attempted and not failpoints.rule_on(failpoints.RULE_READ_BACK):
+        return False
+    return head.batch_id == own_batch and head.progress == commit.new
+
+
+def _check(head: Head, commit: Commit) -> None:
+    """Continuity, fence and preconditions, on the very metadata that will be swapped."""
+    found = head.progress or Progress(pipeline=commit.new.pipeline)
+    if failpoints.rule_on(failpoints.RULE_FENCE) and found.generation > commit.new.generation:
+        raise _fenced(commit.table, found, commit.new.generation)
+    if commit.written_for is not None and head.uuid != commit.written_for[0]:
+        raise ProgressLost(
+            f"table {commit.table} was dropped and created anew",
+            detail="The table of this name is another one than the pipeline has written to.",
+            hint="Start the pipeline anew to continue with the new table from its own progress, "
+            "or restore the old one.",
+        )
+    if failpoints.rule_on(failpoints.RULE_CONTINUITY):
+        refuse_rollback(head, commit.table, commit.new.pipeline)
+        if found != commit.expected:
+            raise _discontinued(commit, found)
+    if commit.written_for is not None and commit.files:
+        if (head.schema_id, head.spec_id) != commit.written_for[1:]:
+            raise StaleWrite(commit.table)
+
+
+def _discontinued(commit: Commit, found: Progress) -> IcestreamError:
+    if found.epoch >= commit.new.epoch:
+        return Fenced(
+            f"table {commit.table} is ahead of this run",
+            detail=f"It holds epoch {found.epoch} while this run is at {commit.new.epoch}.",
+            hint="Another run of the same pipeline is active; stop one of them.",
+        )
+    return ProgressLost(
+        f"the progress of table {commit.table} is not the one this run left there",
+        detail=f"Epoch {commit.expected.epoch} was expected and epoch {found.epoch} found.",
+        hint="Check who else writes snapshots with icestream's summary keys, then start again.",
+    )
+
+
+def _fenced(table: str, found: Progress, generation: int) -> Fenced:
+    return Fenced(
+        f"a newer run of pipeline {found.pipeline} has taken over table {table}",
+        detail=f"The table is claimed by generation {found.generation}, this run is {generation}.",
+        hint="Nothing is lost; let the newer run work, or stop it before you start this one.",
+    )
+
+
+def _summary(table: CommitTable, commit: Commit, own_batch: str) -> dict[str, str]:
+    data_files = sum(file.kind == DATA for file in commit.files)
+    delete_files = len(commit.files) - data_files
+    counts = {"data": str(data_files), "delete": str(delete_files), "batch": own_batch}
+    return {
+        **summaries.to_summary(commit.new, table.write_side_file),
+        summaries.BATCH_ID: own_batch,
+        summaries.DATA_FILES: counts["data"],
+        summaries.DELETE_FILES: counts["delete"],
+        # A source's own labels may refer to what only the commit knows.
+        **{name: value.format_map(counts) for name, value in commit.labels.items()},
+    }
+
+
+def _committed(commit: Commit, snapshot_id: int, started: float) -> Committed:
+    seconds = time.monotonic() - started
+    metrics.COMMIT_LATENCY.labels(commit.table).observe(seconds)
+    metrics.EPOCH_FILES.labels(commit.table).inc(len(commit.files))
+    metrics.MANIFEST_BYTES.labels(commit.table).inc(
+        sum(len(file.content_json()) for file in commit.files)
+    )
+    return Committed(table=commit.table, snapshot_id=snapshot_id, duplicate=False, seconds=seconds)
+
+
+def _duplicate(commit: Commit, head: Head, started: float) -> Committed:
+    metrics.DUPLICATE_EPOCHS.labels(commit.table).inc()
+    log.info("epoch found published", extra={"table": commit.table, "epoch": commit.new.epoch})
+    return Committed(
+        table=commit.table,
+        snapshot_id=head.progress_snapshot_id,
+        duplicate=True,
+        seconds=time.monotonic() - started,
+    )
+
+
+class _Attempt:
+    """One try; waits before the next when it failed."""
+
+    def __init__(self, number: int, table: str):
+        self._number = number
+        self._table = table
+        self._error: IcestreamError | None = None
+
+    def failed(self, error: IcestreamError) -> None:
+        self._error = error
+        log.warning(
+            "commit attempt failed: %s (%s)",
+            error.message,
+            error.detail,
+            extra={"table": self._table, "attempt": self._number},
+        )
+        # Conflicts are settled by trying again at once; silence needs time.
+        if self._number + 1 < ATTEMPTS_MAX and not isinstance(error, CommitConflict):
+            pause = min(BACKOFF_SECONDS_MAX, BACKOFF_SECONDS * 2**self._number)
+            time.sleep(pause * random.uniform(0.5, 1.0))
+
+    def last_error(self) -> IcestreamError:
+        return self._error or CommitUnknown(f"could not commit to table {self._table}")
+
+
+def _attempts(table: str) -> Sequence[_Attempt]:
+    return [_Attempt(number, table) for number in range(ATTEMPTS_MAX)]

@@ -1,0 +1,232 @@
+"""The worker's half of the Iceberg sink: changes in, data and equality-delete files out.
+
+    changes ──fold──► kept ─────► by partition ──► data-<n>.parquet
+                  └─► deleted ──► by old partition, or global ──► deletes/eqdel-<n>.parquet
+
+Folding comes first, so that no file deletes a row of its own commit: an equality delete reaches
+only rows of older snapshots, and of two rows with one key in one commit both would stay.
+
+The obvious place for a delete, the new row's partition, is wrong: an update may move a row to
+another partition and would leave the old copy behind. A delete is bound to a partition only when
+the key or a before-image proves where the old row lies and all rows of the table follow the same
+partition spec; every other delete is written under the unpartitioned spec and reaches everywhere.
+
+Files lie at `<table>/data/icestream/job=<pipeline>/epoch=<n>/shard=<task>/`, where the task's name
+holds the run's generation: a retried task overwrites its own output, and a late task of an older
+run can never touch what a newer run has committed.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date, timedelta
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyiceberg.partitioning import PartitionSpec
+from pyiceberg.schema import Schema
+
+from icestream.change import BEFORE, fold
+from icestream.errors import SchemaRejected
+from icestream.iceberg.catalog import WriteTarget
+from icestream.iceberg.files import DATA, EQUALITY_DELETES, Closed, FileClosed, ParquetFolder
+from icestream.schema import arrow_schema, schema_from_json
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IcebergWriter:
+    """Writes one epoch's files for any of its tables; see the module."""
+
+    pipeline: str
+    epoch: int
+    run: str
+    targets: Mapping[str, WriteTarget]
+    batch_ids: Mapping[str, str]
+
+    def schema_json(self, table: str) -> str:
+        """The schema that changes of the table must be read with."""
+        return self.targets[table].schema_json
+
+    def key(self, table: str) -> Sequence[str]:
+        """The columns that identify a row."""
+        return self.targets[table].equality_columns
+
+    def write(self, table: str, shard: str, changes: pa.Table) -> Iterator[str]:
+        """Fold the changes and write what remains; reports each file as JSON when it is closed."""
+        target = self.targets[table]
+        share = _Share(self, table, f"{self.run}-{shard}")
+        folded = fold(changes, target.equality_columns)
+        yield from share.write_data(folded.kept)
+        yield from share.write_deletes(folded.deleted)
+
+
+class _Share:
+    """One task's share of one table: the folder it writes to and the numbers of its files."""
+
+    def __init__(self, writer: IcebergWriter, table: str, worker: str):
+        self.writer = writer
+        self.table = table
+        self.worker = worker
+        self.target = writer.targets[table]
+        self.schema = schema_from_json(self.target.schema_json)
+        self.spec = PartitionSpec.model_validate(json.loads(self.target.spec_json))
+        folder = (
+            f"{self.target.location}/icestream/job={writer.pipeline}"
+            f"/epoch={writer.epoch}/shard={worker}"
+        )
+        self.files = ParquetFolder(folder, self.target.io_properties, self.target.properties)
+        self._numbers = {DATA: 0, EQUALITY_DELETES: 0}
+
+    def write_data(self, rows: pa.Table) -> Iterator[str]:
+        if rows.num_rows == 0:
+            return
+        complete = _complete(rows, self.schema)
+        for partition, part in _by_partition(complete, complete, self.spec, self.schema):
+            ordered = _sorted(part, self.target.sort_columns)
+            for closed in self._close(ordered, self.schema, DATA):
+                yield self._report(closed, DATA, self.target.spec_id, partition)
+
+    def write_deletes(self, rows: pa.Table) -> Iterator[str]:
+        if rows.num_rows == 0:
+            return
+        key_schema = self.schema.select(*self.target.equality_columns)
+        keys = _complete(rows, key_schema)
+        for spec_id, partition, part in self._delete_groups(rows, keys):
+            for closed in self._close(part, key_schema, EQUALITY_DELETES):
+                yield self._report(closed, EQUALITY_DELETES, spec_id, partition)
+
+    def _delete_groups(
+        self, rows: pa.Table, keys: pa.Table
+    ) -> Iterator[tuple[int, dict[str, Any], pa.Table]]:
+        """Deletes by the partition in which the old row is known to lie; the rest are global."""
+        target = self.target
+        if self.spec.is_unpartitioned() or not target.one_spec:
+            yield target.global_spec_id, {}, keys
+            return
+        sources = [self.schema.find_column_name(field.source_id) for field in self.spec.fields]
+        if set(sources) <= set(target.equality_columns):
+            for partition, part in _by_partition(keys, keys, self.spec, self.schema):
+                yield target.spec_id, partition, part
+            return
+        if BEFORE not in rows.column_names:
+            yield target.global_spec_id, {}, keys
+            return
+        before = rows.column(BEFORE).combine_chunks()
+        known = pc.is_valid(before)
+        images = pa.Table.from_struct_array(before.filter(known))
+        for partition, part in _by_partition(keys.filter(known), images, self.spec, self.schema):
+            yield target.spec_id, partition, part
+        unknown = keys.filter(pc.invert(known))
+        if unknown.num_rows:
+            yield target.global_spec_id, {}, unknown
+
+    def _close(self, rows: pa.Table, schema: Schema, kind: str) -> Iterator[Closed]:
+        for closed in self.files.write(rows, schema, kind, self._numbers[kind]):
+            self._numbers[kind] += 1
+            yield closed
+
+    def _report(self, closed: Closed, kind: str, spec_id: int, partition: dict[str, Any]) -> str:
+        deletes = kind == EQUALITY_DELETES
+        columns = self.target.equality_columns if deletes else ()
+        return FileClosed(
+            table=self.table,
+            epoch=self.writer.epoch,
+            batch_id=self.writer.batch_ids[self.table],
+            worker=self.worker,
+            schema_id=self.target.schema_id,
+            spec_id=spec_id,
+            path=closed.path,
+            kind=kind,
+            record_count=closed.record_count,
+            size_bytes=closed.size_bytes,
+            partition=partition,
+            equality_ids=[self.schema.find_field(name).field_id for name in columns],
+            metrics=closed.metrics,
+            split_offsets=closed.split_offsets,
+            sort_order_id=self.target.sort_order_id if self.target.sort_columns else 0,
+        ).to_json()
+
+
+def _complete(rows: pa.Table, schema: Schema) -> pa.Table:
+    """The rows with exactly the table's columns, with field ids; what is absent is null."""
+    columns = []
+    fields = arrow_schema(schema)
+    for field in fields:
+        if field.name in rows.column_names:
+            column = rows.column(field.name)
+            columns.append(column if column.type == field.type else column.cast(field.type))
+        else:
+            columns.append(pa.chunked_array([pa.nulls(rows.num_rows, field.type)]))
+        if not field.nullable and columns[-1].null_count:
+            raise SchemaRejected(
+                f"column {field.name} is required but the source has no value for it",
+                hint="Make the table's column optional, or fill it at the source.",
+            )
+    return pa.table(columns, schema=fields)
+
+
+def _by_partition(
+    rows: pa.Table, images: pa.Table, spec: PartitionSpec, schema: Schema
+) -> Iterator[tuple[dict[str, Any], pa.Table]]:
+    """Cut rows by the partitions that their images fall into."""
+    if spec.is_unpartitioned():
+        yield {}, rows
+        return
+    if rows.num_rows == 0:
+        return
+    values = {}
+    for field in spec.fields:
+        source = schema.find_field(field.source_id)
+        column = images.column(source.name).combine_chunks()
+        if isinstance(column, pa.ExtensionArray):
+            column = column.storage
+        values[str(field.field_id)] = field.transform.pyarrow_transform(source.field_type)(column)
+    names = list(values)
+    # Void gives nulls of the source's type; dictionary codes make any column comparable.
+    codes = pa.table({name: _codes(array) for name, array in values.items()}).append_column(
+        "row", pa.array(np.arange(rows.num_rows, dtype=np.int64))
+    )
+    groups = codes.group_by(names, use_threads=False).aggregate([("row", "list")])
+    result_types = {
+        str(f.field_id): f.transform.result_type(schema.find_type(f.source_id)) for f in spec.fields
+    }
+    for indices in groups.column("row_list"):
+        first = indices.values[0].as_py()
+        partition = {
+            name: partition_value(values[name][first].as_py(), str(result_types[name]), name, spec)
+            for name in names
+        }
+        yield partition, rows.take(indices.values)
+
+
+def _codes(array: pa.Array) -> pa.Array:
+    return pc.fill_null(pc.dictionary_encode(array).indices, -1)
+
+
+def partition_value(value: Any, result_type: str, field_id: str, spec: PartitionSpec) -> Any:
+    """A partition value in Iceberg's JSON form of single values."""
+    if value is None:
+        return None
+    transform = str(next(f.transform for f in spec.fields if str(f.field_id) == field_id))
+    if transform == "day":
+        return (date(1970, 1, 1) + timedelta(days=value)).isoformat()
+    if isinstance(value, bytes):
+        if result_type == "uuid":
+            text = value.hex()
+            return f"{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"
+        return value.hex().upper()
+    if hasattr(value, "isoformat"):
+        text = value.isoformat(timespec="microseconds") if hasattr(value, "hour") else str(value)
+        return text
+    if isinstance(value, bool | int | float | str):
+        return value
+    return str(value)
+
+
+def _sorted(rows: pa.Table, columns: Sequence[tuple[str, bool]]) -> pa.Table:
+    if not columns:
+        return rows
+    keys = [(name, "ascending" if ascending else "descending") for name, ascending in columns]
+    return rows.take(pc.sort_indices(rows, sort_keys=keys))

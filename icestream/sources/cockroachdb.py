@@ -1,0 +1,859 @@
+"""CockroachDB changefeeds: files in cloud storage become one epoch per resolved timestamp.
+
+A changefeed writes data files and, now and then, a marker `<timestamp>.RESOLVED`: every change up
+to that timestamp R is in files that were there before the marker. So an epoch is the span between
+two markers, and it may be read as soon as its marker was seen.
+
+What looks like order is none: a file's name gives a lower bound of its rows at best, rows within
+it are unsorted, rows later than R lie in files that sort before R's marker, and everything may be
+delivered again at any time. Hence rows are chosen by their own `updated` timestamp alone, never by
+file name or arrival, and duplicates vanish because two changes of a key at one timestamp are one.
+
+The obvious listing is a race: a file and a marker that appear while the pages of a listing are
+fetched may show the marker and hide the file. Files are therefore taken from a second listing that
+began after the marker had been seen.
+"""
+
+import logging
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import PurePosixPath
+from typing import Any, cast
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.fs as pafs
+import pyarrow.parquet as pq
+from pyiceberg.schema import Schema
+from pyiceberg.types import BooleanType, DecimalType, DoubleType, IcebergType, StringType
+
+from icestream.change import AT, BEFORE, OP, SEQ, Op, only_within
+from icestream.epoch import Epoch
+from icestream.errors import (
+    ConfigInvalid,
+    DataRejected,
+    HistoryLost,
+    SchemaRejected,
+    SourceUnavailable,
+)
+from icestream.frontier import Frontier, Position
+from icestream.iceberg.files import filesystem
+from icestream.schema import (
+    Column,
+    SchemaGap,
+    TableShape,
+    arrow_schema,
+    cast_text,
+    infer_number,
+    parse_type,
+    schema_from_json,
+)
+from icestream.sources.json_cells import Cells, Kind, MalformedJson, elements, lines, members
+
+log = logging.getLogger(__name__)
+
+RESOLVED = "resolved"
+MARKER_SUFFIX = ".RESOLVED"
+_NAME_DIGITS = 33
+_LOGICAL_DIGITS = 10
+_DATA_NAME = re.compile(
+    r"(?P<at>\d{33})-(?P<uniquer>.+?)-(?P<file>[0-9a-f]{8})-(?P<topic>.+)-(?P<schema>[0-9a-f]+)"
+    r"\.(?P<format>ndjson|parquet)(?P<compression>\.gz|\.zst)?"
+)
+_HLC = re.compile(r"(\d+)\.(\d{10})\??")
+_UPDATED_IN_BYTES = re.compile(rb'"updated": ?"(\d+)\.(\d{10})\??"')
+_CODECS = {".gz": "gzip", ".zst": "zstd"}
+_BARE = "__crdb__"
+_PARQUET_EVENT = ("__crdb__event_type", "__crdb_event_type__")
+_PARQUET_UPDATED = "__crdb__updated"
+
+# A feed that restarts from its checkpoint may name files somewhat earlier than the last marker.
+# An hour of files is looked at again after a restart; rows decide what is new in them.
+REWIND_SECONDS = 3600
+# Compressed rows take about this many times their size once read.
+_COMPRESSION_RATIO = 6
+_SAMPLE_BYTES = 4 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CockroachdbOptions:
+    """Options of the CockroachDB source over cloud-storage files."""
+
+    files: str = field(
+        default="", metadata={"doc": "Folder or bucket that the changefeed writes to."}
+    )
+    tables: Sequence[str] = field(
+        default=(), metadata={"doc": "Tables to take; all that the folder has by default."}
+    )
+    keys: Mapping[str, Sequence[str]] = field(
+        default_factory=dict,
+        metadata={"doc": "Primary-key columns by table, in order; found from the rows by default."},
+    )
+    columns: Mapping[str, Mapping[str, str]] = field(
+        default_factory=dict,
+        metadata={"doc": "Iceberg types by table and column, where JSON does not tell them."},
+    )
+    resolved_every: float = field(
+        default=0.0,
+        metadata={
+            "doc": "Least time between the resolved timestamps that become snapshots.",
+            "unit": "duration",
+        },
+    )
+    storage: Mapping[str, str] = field(
+        default_factory=dict,
+        metadata={"doc": "Access to the files, named as Iceberg does: `s3.endpoint` ..."},
+    )
+    split_bytes: int = field(
+        default=64 * 1024 * 1024,
+        metadata={"doc": "Bytes of rows that one worker reads at a time.", "unit": "bytes"},
+    )
+
+
+def parse_hlc(text: str) -> Position:
+    """`<wall nanoseconds>.<logical, 10 digits>` as a position; never by way of a float."""
+    found = _HLC.fullmatch(text)
+    if not found:
+        raise DataRejected(
+            f"{text[:40]!r} is not a CockroachDB timestamp",
+            hint="A timestamp has the form 1701102296662969433.0000000000.",
+        )
+    return int(found[1]), int(found[2])
+
+
+def format_hlc(position: Position) -> str:
+    """The inverse of `parse_hlc`."""
+    wall, logical = position
+    return f"{wall}.{logical:0{_LOGICAL_DIGITS}d}"
+
+
+def parse_file_time(digits: str) -> Position:
+    """The 33 digits of a file name: date and time in UTC, nanoseconds, logical counter."""
+    at = datetime.strptime(digits[:14], "%Y%m%d%H%M%S").replace(tzinfo=UTC)
+    wall = int(at.timestamp()) * 1_000_000_000 + int(digits[14:23])
+    return wall, int(digits[23:_NAME_DIGITS])
+
+
+def after(resolved: Position) -> Frontier:
+    """The frontier that includes everything up to and with a resolved timestamp."""
+    wall, logical = resolved
+    return Frontier({RESOLVED: (wall, logical + 1)})
+
+
+def resolved_of(frontier: Frontier) -> Position | None:
+    """The resolved timestamp that a frontier includes; None before the first."""
+    at = frontier[RESOLVED]
+    return (at[0], at[1] - 1) if at else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeedFile:
+    """One data file of the feed, as its name tells it."""
+
+    path: str
+    topic: str
+    at: Position
+    format: str
+    compression: str
+    size_bytes: int
+
+    @staticmethod
+    def parse(path: str, size_bytes: int) -> "FeedFile | None":
+        """The data file of that name, or None if the name is not one of a data file."""
+        found = _DATA_NAME.fullmatch(PurePosixPath(path).name)
+        if not found:
+            return None
+        return FeedFile(
+            path=path,
+            topic=found["topic"],
+            at=parse_file_time(found["at"]),
+            format=found["format"],
+            compression=found["compression"] or "",
+            size_bytes=size_bytes,
+        )
+
+    def row_bytes(self) -> int:
+        """About how much the file holds once it is unpacked."""
+        packed = self.compression or self.format == "parquet"
+        return self.size_bytes * (_COMPRESSION_RATIO if packed else 1)
+
+    def content(self, files: pafs.FileSystem) -> bytes:
+        """The whole content, unpacked."""
+        try:
+            with files.open_input_stream(
+                self.path, compression=_CODECS.get(self.compression)
+            ) as stream:
+                return bytes(stream.read())
+        except (OSError, pa.ArrowInvalid) as error:
+            if isinstance(error, FileNotFoundError):
+                raise HistoryLost(
+                    f"file {self.path} of the changefeed is gone",
+                    detail="It was there when the epoch was planned and may hold its changes.",
+                    hint="Restore it from the bucket's versions, or keep files until icestream has "
+                    "committed them.",
+                ) from error
+            if _corrupt(error):
+                raise self.damaged(str(error)) from error
+            raise SourceUnavailable(
+                f"could not read {self.path}",
+                detail=str(error),
+                hint="Check the storage's credentials and that it can be reached.",
+            ) from error
+
+    def damaged(self, what: str) -> DataRejected:
+        """The error for a file whose content is not what its name says."""
+        return DataRejected(
+            f"file {self.path} of the changefeed is damaged",
+            detail=what,
+            hint="Nothing of its epoch was committed. Restore the file and start again.",
+        )
+
+
+def _corrupt(error: Exception) -> bool:
+    text = str(error).lower()
+    return any(word in text for word in ("zlib", "zstd", "gzip", "truncated", "corrupt", "inflate"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileSplit:
+    """Some files of one table, of which the rows within `[lower, upper)` are read."""
+
+    table: str
+    location: str
+    storage: Mapping[str, str]
+    files: Sequence[FeedFile]
+    lower: Position
+    upper: Position
+    declared: Mapping[str, IcebergType]
+    source_key: Sequence[str]
+    ranges: dict[str, tuple[Position, Position]] = field(default_factory=dict, compare=False)
+
+    def read(self, schema_json: str, key: Sequence[str]) -> Iterator[pa.Table]:
+        """Change batches, one for each file."""
+        schema = schema_from_json(schema_json)
+        reader = _Reader(self.table, schema, list(self.source_key or key), self.declared)
+        files, _ = filesystem(self.location, self.storage)
+        for file in self.files:
+            changes = reader.read(file, file.content(files))
+            self._learn(file, changes)
+            lower = self.lower or (0, 0)
+            yield only_within(changes, (lower[0], lower[1]), (self.upper[0], self.upper[1]))
+
+    def learned(self) -> dict[str, tuple[Position, Position]]:
+        """The span of timestamps in each file that was read."""
+        return self.ranges
+
+    def _learn(self, file: FeedFile, changes: pa.Table) -> None:
+        at = changes.column(AT).combine_chunks().to_numpy(zero_copy_only=False)
+        if len(at) == 0:
+            self.ranges[file.path] = ((0, 0), (0, 0))
+            return
+        self.ranges[file.path] = ((int(at.min()), 0), (int(at.max()) + 1, 0))
+
+
+class _Reader:
+    """Decodes the content of data files of one table into change batches."""
+
+    def __init__(
+        self, table: str, schema: Schema, key: list[str], declared: Mapping[str, IcebergType]
+    ):
+        self.table = table
+        self.key = key
+        self.declared = declared
+        self.kinds = {column.name: column.field_type for column in schema.fields}
+        self.arrow = arrow_schema(schema)
+
+    def read(self, file: FeedFile, content: bytes) -> pa.Table:
+        if file.format == "parquet":
+            return self._read_parquet(file, content)
+        try:
+            return self._read_rows(file, _rows(file, content))
+        except MalformedJson as error:
+            raise file.damaged(f"Row {error.row + 1}, byte {error.offset}: {error}.") from error
+
+    def _read_rows(self, file: FeedFile, rows: "_Rows") -> pa.Table:
+        at, seq = _timestamps(file, rows)
+        key = self._key_columns(file, rows)
+        columns: dict[str, pa.Array] = dict(key)
+        unknown = []
+        for name, cells in rows.columns.items():
+            if name in key:
+                continue
+            if name in self.kinds:
+                columns[name] = self._cast(cells, name)
+            elif (kind := self._infer(cells, name)) is not None:
+                unknown.append(Column(name=name, type=kind))
+        if unknown:
+            raise SchemaGap(self.table, unknown)
+        if rows.bare:
+            self._refuse_ambiguous(file, rows)
+        ops = np.where(rows.deleted, np.int8(Op.DELETE), np.int8(Op.UPSERT))
+        table = {OP: pa.array(ops), AT: at, SEQ: seq, **columns}
+        if rows.before is not None:
+            table[BEFORE] = self._before(rows.before)
+        return pa.table(table)
+
+    def _key_columns(self, file: FeedFile, rows: "_Rows") -> dict[str, pa.Array]:
+        """The key's columns from the key array, which deletes have as well."""
+        if not self.key or not len(rows.deleted):
+            return {}
+        parts = elements(rows.key) if rows.key is not None else []
+        if len(parts) != len(self.key):
+            raise _no_key(file, self.table, self.key, len(parts))
+        columns = {}
+        for name, part in zip(self.key, parts, strict=True):
+            if np.isin(part.kinds, (Kind.MISSING, Kind.NULL)).any():
+                raise _no_key(file, self.table, self.key, len(parts))
+            text = part.text()
+            if name in rows.columns:
+                self._agree(name, text, rows.columns[name].text())
+            columns[name] = cast_text(text, name, self.kinds[name], self.arrow.field(name).type)
+        return columns
+
+    def _refuse_ambiguous(self, file: FeedFile, rows: "_Rows") -> None:
+        """Newer servers send a bare delete as its key and nulls, just like a row of nulls."""
+        others = [cells for name, cells in rows.columns.items() if name not in self.key]
+        valued = np.zeros(len(rows.deleted), dtype=bool)
+        for cells in others:
+            valued |= (cells.kinds != Kind.MISSING) & (cells.kinds != Kind.NULL)
+        if others and (~valued & ~rows.deleted).any():
+            raise DataRejected(
+                f"cannot tell a delete from a row of nulls in {file.path}",
+                detail="In the bare envelope both have a key and nothing else.",
+                hint="Create the changefeed with envelope=wrapped.",
+            )
+
+    def _agree(self, name: str, text: pa.Array, column: pa.Array) -> None:
+        """Rows that carry their key twice prove that the key is these columns in this order."""
+        if pc.any(pc.not_equal(text, column), min_count=0).as_py():
+            raise DataRejected(
+                f"the key of table {self.table} is not {', '.join(self.key)} in this order",
+                detail=f"Column {name} and its place in the key array differ.",
+                hint="Name the primary key's columns in order: "
+                f"`source.cockroachdb.keys: {{{self.table}: [...]}}`.",
+            )
+
+    def _cast(self, cells: Cells, name: str) -> pa.Array:
+        return cast_text(cells.text(), name, self.kinds[name], self.arrow.field(name).type)
+
+    def _before(self, before: Cells) -> pa.Array:
+        """The before-images, in the columns that the table has; null where there is none."""
+        known = {name: cells for name, cells in members(before).items() if name in self.kinds}
+        columns = [self._cast(cells, name) for name, cells in known.items()]
+        if not columns:
+            return pa.nulls(len(before), pa.struct([]))
+        absent = pa.array(before.kinds != Kind.OBJECT)
+        return pa.StructArray.from_arrays(columns, names=list(known), mask=absent)
+
+    def _infer(self, cells: Cells, name: str) -> IcebergType | None:
+        return self.declared.get(name) or infer_type(cells)
+
+    def _read_parquet(self, file: FeedFile, content: bytes) -> pa.Table:
+        try:
+            table = pq.read_table(pa.BufferReader(content))
+        except (pa.ArrowInvalid, OSError) as error:
+            raise file.damaged(str(error)) from error
+        event = next((name for name in _PARQUET_EVENT if name in table.column_names), None)
+        if event is None or _PARQUET_UPDATED not in table.column_names:
+            raise _no_timestamps(file)
+        at, seq = _split_hlc(file, table.column(_PARQUET_UPDATED).combine_chunks())
+        deleted = pc.equal(table.column(event), "d").combine_chunks()
+        ops = pc.if_else(deleted, pa.scalar(int(Op.DELETE), pa.int8()), int(Op.UPSERT))
+        columns = {OP: ops.cast(pa.int8()), AT: at, SEQ: seq}
+        unknown = []
+        for name in table.column_names:
+            if name.startswith("__crdb_"):
+                continue
+            values = table.column(name)
+            if name in self.kinds:
+                columns[name] = _cast_column(values, name, self.kinds[name], self.arrow)
+            elif values.null_count < len(values):
+                kind = _iceberg_type(values.type, self.declared, name)
+                unknown.append(Column(name=name, type=kind))
+        if unknown:
+            raise SchemaGap(self.table, unknown)
+        for name in self.key:
+            if name not in columns or pa.table({"k": columns[name]}).column("k").null_count:
+                raise _no_key(file, self.table, self.key, 0)
+        return pa.table(columns)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rows:
+    """Rows of a JSON file by their parts, whatever the envelope."""
+
+    updated: Cells | None
+    key: Cells | None
+    deleted: np.ndarray
+    columns: Mapping[str, Cells]
+    before: Cells | None
+    bare: bool = False
+
+
+def _rows(file: FeedFile, content: bytes) -> _Rows:
+    top = members(lines(content))
+    if _BARE in top:
+        return _bare_rows(top)
+    if "after" not in top:
+        if not top:
+            nothing = np.zeros(0, dtype=bool)
+            return _Rows(updated=None, key=None, deleted=nothing, columns={}, before=None)
+        raise DataRejected(
+            f"rows of {file.path} are in neither the wrapped nor the bare envelope",
+            hint="Create the changefeed with envelope=wrapped, the default.",
+        )
+    row = top["after"]
+    return _Rows(
+        updated=top.get("updated"),
+        key=top.get("key"),
+        deleted=row.kinds != Kind.OBJECT,
+        columns=members(row),
+        before=top.get("before"),
+    )
+
+
+def _bare_rows(top: Mapping[str, Cells]) -> _Rows:
+    meta = members(top[_BARE])
+    columns = {name: cells for name, cells in top.items() if name != _BARE}
+    present = np.zeros(len(top[_BARE]), dtype=bool)
+    for cells in columns.values():
+        present |= cells.kinds != Kind.MISSING
+    return _Rows(
+        updated=meta.get("updated"),
+        key=meta.get("key"),
+        deleted=~present,
+        columns=columns,
+        before=None,
+        bare=True,
+    )
+
+
+def _timestamps(file: FeedFile, rows: _Rows) -> tuple[pa.Array, pa.Array]:
+    if rows.updated is not None:
+        return _split_hlc(file, rows.updated.text())
+    if len(rows.deleted):
+        raise _no_timestamps(file)
+    return pa.array([], pa.int64()), pa.array([], pa.int64())
+
+
+def _split_hlc(file: FeedFile, text: pa.Array) -> tuple[pa.Array, pa.Array]:
+    """`wall.logical` cut into two whole numbers, for a whole column at once."""
+    if text.null_count:
+        raise _no_timestamps(file)
+    exact = pc.utf8_rtrim(text, "?")
+    if not pc.all(pc.match_substring_regex(exact, r"^\d+\.\d{10}$"), min_count=0).as_py():
+        raise file.damaged("A row's `updated` is not a timestamp.")
+    wall = pc.cast(pc.utf8_slice_codeunits(exact, 0, -(_LOGICAL_DIGITS + 1)), pa.int64())
+    return wall, pc.cast(pc.utf8_slice_codeunits(exact, -_LOGICAL_DIGITS), pa.int64())
+
+
+def _no_timestamps(file: FeedFile) -> DataRejected:
+    return DataRejected(
+        f"rows of {file.path} have no `updated` timestamp",
+        detail="Without it nobody can tell which of two changes of a row is the later one.",
+        hint="Create the changefeed WITH updated, resolved.",
+    )
+
+
+def _no_key(file: FeedFile, table: str, key: Sequence[str], found: int) -> DataRejected:
+    return DataRejected(
+        f"a row of {file.path} has no key",
+        detail=f"Table {table} has the key {', '.join(key)}; the row's key has {found} parts.",
+        hint="Create the changefeed WITH key_in_value, and name the primary key's columns with "
+        f"`source.cockroachdb.keys: {{{table}: [...]}}`.",
+    )
+
+
+def infer_type(cells: Cells) -> IcebergType | None:
+    """A type for JSON values: None when all are null; text for what is not all of one kind."""
+    kinds = set(np.unique(cells.kinds).tolist()) - {Kind.MISSING, Kind.NULL}
+    if not kinds:
+        return None
+    if kinds <= {Kind.TRUE, Kind.FALSE}:
+        return BooleanType()
+    if kinds == {Kind.NUMBER}:
+        text = cells.text()
+        return infer_number(text.filter(pc.is_valid(text)))
+    if Kind.NUMBER in kinds and kinds <= {Kind.NUMBER, Kind.STRING}:
+        # NaN and the infinities come as strings, in columns of floats and of decimals.
+        text = cells.text()
+        numbers = text.filter(pa.array(cells.kinds == Kind.NUMBER))
+        others = text.filter(pa.array(cells.kinds == Kind.STRING))
+        special = pa.array(["NaN", "Infinity", "-Infinity"])
+        if pc.all(pc.is_in(others, value_set=special), min_count=0).as_py():
+            guess = infer_number(numbers)
+            # No decimal holds these; text keeps both them and the digits.
+            return StringType() if isinstance(guess, DecimalType) else DoubleType()
+    return StringType()
+
+
+def _cast_column(
+    values: pa.ChunkedArray, name: str, kind: IcebergType, schema: pa.Schema
+) -> pa.ChunkedArray:
+    target = schema.field(name).type
+    if values.type == target:
+        return values
+    if pa.types.is_string(values.type) or pa.types.is_large_string(values.type):
+        text = values.cast(pa.string()).combine_chunks()
+        return pa.chunked_array([cast_text(text, name, kind, target)])
+    try:
+        return values.cast(target)
+    except pa.ArrowInvalid as error:
+        raise SchemaRejected(
+            f"values of column {name} do not fit its type {kind}",
+            hint="Change the table's column to a type that holds the source's values.",
+        ) from error
+
+
+def _iceberg_type(kind: pa.DataType, declared: Mapping[str, IcebergType], name: str) -> IcebergType:
+    if name in declared:
+        return declared[name]
+    from pyiceberg.io.pyarrow import _ConvertToIcebergWithoutIDs, visit_pyarrow
+
+    return cast(IcebergType, visit_pyarrow(kind, _ConvertToIcebergWithoutIDs()))
+
+
+IndexFiles = Callable[[Sequence[Any]], Sequence[tuple[str, Position, Position]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexTask:
+    """A file whose span of timestamps is wanted."""
+
+    location: str
+    storage: Mapping[str, str]
+    file: FeedFile
+
+    def run(self) -> tuple[str, Position, Position]:
+        """The file's path and a span `[lower, upper)` that holds all its timestamps."""
+        files, _ = filesystem(self.location, self.storage)
+        content = self.file.content(files)
+        if self.file.format == "parquet":
+            return self._parquet(content)
+        # A text that only looks like a timestamp widens the span, which costs a reading at worst.
+        found = [int(wall) for wall, _ in set(_UPDATED_IN_BYTES.findall(content))]
+        if not found:
+            return self.file.path, (0, 0), (2**62, 0)
+        return self.file.path, (min(found), 0), (max(found) + 1, 0)
+
+    def _parquet(self, content: bytes) -> tuple[str, Position, Position]:
+        try:
+            column = pq.read_table(pa.BufferReader(content), columns=[_PARQUET_UPDATED])
+        except (pa.ArrowInvalid, OSError) as error:
+            raise self.file.damaged(str(error)) from error
+        if not column.num_columns or not column.num_rows:
+            return self.file.path, (0, 0), (2**62, 0)
+        walls, _ = _split_hlc(self.file, column.column(0).combine_chunks())
+        edges = pc.min_max(walls).as_py()
+        return self.file.path, (edges["min"], 0), (edges["max"] + 1, 0)
+
+
+class CockroachdbFiles:
+    """The source over a folder of changefeed files; see the module and `Source`."""
+
+    keyed = False
+
+    def __init__(self, options: CockroachdbOptions, pipeline: str, index: IndexFiles):
+        self._options = options
+        self._pipeline = pipeline
+        self._index = index
+        self._files: dict[str, FeedFile] = {}
+        self._markers: set[Position] = set()
+        self._spans: dict[str, tuple[Position, Position]] = {}
+        self._shapes: dict[str, TableShape] = {}
+        self._samples: dict[str, Sequence[FeedFile]] = {}
+        self._declared = {
+            table: {name: parse_type(kind) for name, kind in columns.items()}
+            for table, columns in options.columns.items()
+        }
+        self._filesystem, self._folder = filesystem(options.files, options.storage)
+
+    def tables(self) -> Sequence[str]:
+        """The tables that the folder has files of."""
+        if not self._files:
+            self._files, self._markers = self._list(())
+        found = sorted({file.topic for file in self._files.values()})
+        return [topic for topic in found if self._wanted(topic)]
+
+    def known_tables(self) -> Sequence[str]:
+        """The tables, as far as they can be known; none when the folder cannot be read."""
+        try:
+            return self.tables()
+        except SourceUnavailable:
+            return list(self._options.tables)
+
+    def shape(self, table: str) -> TableShape | None:
+        """Columns and key from the rows of the table's first epoch; None if it only deletes."""
+        if table not in self._shapes:
+            shape = self._infer_shape(table, self._samples.get(table, ()))
+            if shape is None:
+                return None
+            self._shapes[table] = shape
+        return self._shapes[table]
+
+    def available(self, lower: Frontier) -> Sequence[Frontier]:
+        """One boundary for each resolved timestamp after `lower`, thinned by `resolved_every`."""
+        start = lower[RESOLVED]
+        files, markers = self._list(start)
+        if markers - self._markers:
+            # Files that were uploaded before a marker are sure to be in a listing begun after it.
+            files, _ = self._list(start)
+        self._files, self._markers = files, markers
+        self._spans = {path: span for path, span in self._spans.items() if path in files}
+        if files and not markers:
+            raise SourceUnavailable(
+                f"there is no resolved timestamp in {self._options.files}",
+                detail=f"It holds {len(files)} data files and no {MARKER_SUFFIX} file.",
+                hint="Create the changefeed WITH updated, resolved; or wait for its first one.",
+            )
+        boundaries = self._thinned(start)
+        if len(boundaries) > 1:
+            self._index_unknown()
+        return [after(marker) for marker in boundaries]
+
+    def splits(self, epoch: Epoch) -> Sequence[FileSplit]:
+        """The files that hold rows of the epoch, or may, in splits of one table each."""
+        lower, upper = epoch.lower[RESOLVED], epoch.upper[RESOLVED]
+        wanted: dict[str, list[FeedFile]] = {}
+        for file in sorted(self._files.values(), key=lambda file: file.path):
+            first, last = self._spans.get(file.path, ((), (2**62, 0)))
+            if self._wanted(file.topic) and first < upper and last > lower:
+                wanted.setdefault(file.topic, []).append(file)
+        self._samples.update(wanted)
+        return [
+            self._split(table, files, lower, upper)
+            for table, whole in wanted.items()
+            for files in self._packed(whole)
+        ]
+
+    def learn(self, learned: Mapping[str, tuple[Position, Position]]) -> None:
+        """Remember the span of timestamps of files that were read, so that none is read in vain."""
+        self._spans.update(learned)
+
+    def summary(self, epoch: Epoch) -> Mapping[str, str]:
+        """What a CockroachDB sink would say of an epoch."""
+        resolved = resolved_of(epoch.upper)
+        return {
+            "crdb.job_id": self._pipeline,
+            "crdb.batch_id": "{batch}",
+            "crdb.resolved_hlc": format_hlc(resolved) if resolved else "",
+            "crdb.data_file_count": "{data}",
+            "crdb.delete_file_count": "{delete}",
+        }
+
+    def position(self, frontier: Frontier) -> str:
+        """The resolved timestamp of a frontier."""
+        resolved = resolved_of(frontier)
+        return format_hlc(resolved) if resolved else ""
+
+    def lag_seconds(self, durable: Frontier) -> float | None:
+        """Time from the durable resolved timestamp to the newest one in the folder."""
+        resolved = resolved_of(durable)
+        if resolved is None or not self._markers:
+            return None
+        return max(0.0, (max(self._markers)[0] - resolved[0]) / 1e9)
+
+    def ack(self, durable: Frontier) -> None:
+        """Files are the feed's; nothing is told to it."""
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+    def _wanted(self, topic: str) -> bool:
+        wanted = self._options.tables
+        return not wanted or topic in wanted or topic.rsplit(".", 1)[-1] in wanted
+
+    def _list(self, start: Position) -> tuple[dict[str, FeedFile], set[Position]]:
+        """Data files and markers of the folder, but for what lies well before `start`."""
+        earliest = self._earliest(start)
+        files: dict[str, FeedFile] = {}
+        markers: set[Position] = set()
+        for path, size_bytes in self._walk(earliest):
+            name = PurePosixPath(path).name
+            if name.endswith(MARKER_SUFFIX) and name[:_NAME_DIGITS].isdigit():
+                markers.add(parse_file_time(name))
+            elif file := FeedFile.parse(path, size_bytes):
+                if file.at >= earliest:
+                    files[path] = file
+        return files, {marker for marker in markers if marker >= earliest}
+
+    def _walk(self, earliest: Position) -> Iterator[tuple[str, int]]:
+        """All files of the folder; dated folders before `earliest` are not entered."""
+        pending = [self._folder]
+        oldest_day = datetime.fromtimestamp(earliest[0] / 1e9, UTC).date() if earliest else None
+        while pending:
+            try:
+                entries = self._filesystem.get_file_info(pafs.FileSelector(pending.pop()))
+            except OSError as error:
+                raise SourceUnavailable(
+                    f"could not list {self._options.files}",
+                    detail=str(error),
+                    hint="Check that the folder exists, and the storage's credentials.",
+                ) from error
+            for entry in entries:
+                if entry.type == pafs.FileType.File:
+                    yield entry.path, entry.size
+                elif entry.type == pafs.FileType.Directory:
+                    if _current(entry.base_name, oldest_day):
+                        pending.append(entry.path)
+
+    def _earliest(self, start: Position) -> Position:
+        """Files named earlier than this hold nothing from `start` on.
+
+        A file is begun after the marker before the one that closes it. So whatever may reach past
+        `start` was begun after the last marker before it; some time is added for restarted feeds.
+        """
+        before = [marker for marker in self._markers if (marker[0], marker[1] + 1) < start]
+        if not before:
+            return ()
+        return (max(before)[0] - REWIND_SECONDS * 1_000_000_000, 0)
+
+    def _thinned(self, start: Position) -> list[Position]:
+        """Markers after `start` that are far enough apart; a last one that stays alone is taken."""
+        spacing = int(self._options.resolved_every * 1e9)
+        waiting = sorted(m for m in self._markers if (m[0], m[1] + 1) > start)
+        chosen: list[Position] = []
+        last = start[0] if start else 0
+        for marker in waiting:
+            if marker[0] - last >= spacing:
+                chosen.append(marker)
+                last = marker[0]
+        quiet = waiting and time.time_ns() - waiting[-1][0] >= spacing
+        if quiet and waiting[-1] not in chosen:
+            chosen.append(waiting[-1])
+        return chosen
+
+    def _index_unknown(self) -> None:
+        """Learn the spans of files that several pending epochs would otherwise all have to read."""
+        unknown = [
+            IndexTask(location=self._options.files, storage=self._options.storage, file=file)
+            for file in self._files.values()
+            if file.path not in self._spans and self._wanted(file.topic)
+        ]
+        for path, first, last in self._index(unknown) if unknown else ():
+            self._spans[path] = (first, last)
+
+    def _packed(self, files: Sequence[FeedFile]) -> Iterator[list[FeedFile]]:
+        part: list[FeedFile] = []
+        size = 0
+        for file in files:
+            if part and size + file.row_bytes() > self._options.split_bytes:
+                yield part
+                part, size = [], 0
+            part.append(file)
+            size += file.row_bytes()
+        if part:
+            yield part
+
+    def _split(
+        self, table: str, files: Sequence[FeedFile], lower: Position, upper: Position
+    ) -> FileSplit:
+        return FileSplit(
+            table=table,
+            location=self._options.files,
+            storage=self._options.storage,
+            files=files,
+            lower=lower,
+            upper=upper,
+            declared=self._declared.get(table, {}),
+            source_key=list(self._options.keys.get(table, ())),
+        )
+
+    def _infer_shape(self, table: str, sample: Sequence[FeedFile]) -> TableShape | None:
+        """Columns and key of a table from its first rows."""
+        declared = self._declared.get(table, {})
+        columns: dict[str, Column] = {}
+        key = list(self._options.keys.get(table, ()))
+        read = 0
+        for file in sample:
+            if read > _SAMPLE_BYTES and columns and key:
+                break
+            content = file.content(self._filesystem)
+            read += len(content)
+            found, file_key = self._sampled(table, file, content, declared, bool(key))
+            columns.update({c.name: c for c in found if c.name not in columns})
+            key = key or file_key
+        if not columns or not key:
+            return None
+        return TableShape(columns=[columns[name] for name in sorted(columns)], key=key)
+
+    def _sampled(
+        self,
+        table: str,
+        file: FeedFile,
+        content: bytes,
+        declared: Mapping[str, IcebergType],
+        key_known: bool,
+    ) -> tuple[list[Column], list[str]]:
+        if file.format == "parquet":
+            return _sample_parquet(table, file, content, declared, key_known), []
+        try:
+            rows = _rows(file, content)
+            kinds = {
+                name: declared.get(name) or infer_type(cells)
+                for name, cells in rows.columns.items()
+            }
+            columns = [Column(name=name, type=kind) for name, kind in kinds.items() if kind]
+            return columns, [] if key_known else find_key(table, file, rows)
+        except MalformedJson as error:
+            raise file.damaged(f"Row {error.row + 1}, byte {error.offset}: {error}.") from error
+
+
+def _current(folder: str, oldest_day: Any) -> bool:
+    """Whether a folder may hold current files: dated ones by their date, others always."""
+    if oldest_day is None or not re.fullmatch(r"\d{4}-\d{2}-\d{2}", folder):
+        return True
+    return folder >= str(oldest_day)
+
+
+def _sample_parquet(
+    table: str,
+    file: FeedFile,
+    content: bytes,
+    declared: Mapping[str, IcebergType],
+    key_known: bool,
+) -> list[Column]:
+    if not key_known:
+        raise ConfigInvalid(
+            f"the key of table {table} is not known",
+            detail="Parquet files of a changefeed do not tell it.",
+            hint=f"Name the primary key's columns: `source.cockroachdb.keys: {{{table}: [...]}}`.",
+        )
+    try:
+        schema = pq.read_schema(pa.BufferReader(content))
+    except (pa.ArrowInvalid, OSError) as error:
+        raise file.damaged(str(error)) from error
+    return [
+        Column(name=column.name, type=_iceberg_type(column.type, declared, column.name))
+        for column in schema
+        if not column.name.startswith("__crdb_")
+    ]
+
+
+def find_key(table: str, file: FeedFile, rows: _Rows) -> list[str]:
+    """The columns whose values are the parts of the key array, when only one choice fits."""
+    live = np.flatnonzero(~rows.deleted)
+    if len(live) == 0:
+        return []
+    if rows.key is None:
+        raise _no_key(file, table, ["unknown"], 0)
+    key: list[str] = []
+    for part in elements(rows.key.take(live)):
+        text = part.text()
+        matching = [
+            name for name, cells in rows.columns.items() if cells.take(live).text().equals(text)
+        ]
+        if len(matching) != 1:
+            raise ConfigInvalid(
+                f"cannot tell which columns are the key of table {table}",
+                detail=f"Part {len(key) + 1} of the key equals "
+                + (f"the columns {', '.join(matching)}." if matching else "no column."),
+                hint=f"Name the primary key's columns in order: "
+                f"`source.cockroachdb.keys: {{{table}: [...]}}`.",
+            )
+        key.append(matching[0])
+    return key

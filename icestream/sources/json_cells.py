@@ -1,0 +1,787 @@
+"""Newline-delimited JSON as columns of cells, without a Python loop over rows.
+
+`lines` checks the whole buffer once, against the JSON grammar and as UTF-8, and cuts it into one
+cell per line; `members` and `elements` cut cells into further cells. A cell is a kind and a span
+of that shared buffer, so nothing is converted until a column is asked for its text.
+
+Promise: what gets through is JSON down to the innermost value, digits come out as they were
+written, and garbage raises `MalformedJson` with the row and byte where it was found. No read
+leaves the buffer, whatever is in it. The buffer must not change while cells point into it.
+
+`pyarrow.json` is the obvious way and does not fit: it refuses a column that holds `1.5` in one
+row and `"NaN"` in another, turns decimals into doubles and wants the types before it has seen
+the rows. Parsers that work row by row build Python objects and are ten times slower.
+
+Kernels are compiled by numba at their first call and cached on disk, so only the first process
+that ever calls them waits.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, TypeVar, cast
+
+import numba
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+from llvmlite import ir
+from numba.extending import intrinsic
+
+__all__ = ["Cells", "Kind", "MalformedJson", "elements", "lines", "members"]
+
+# Nesting that no changefeed comes near, and that keeps the scanner's stack in one small array.
+DEPTH_MAX = 256
+# Every name costs nine bytes per row; a feed with more names than this has data for names.
+WIDTH_MAX = 16_384
+# Arrow's offsets and the spans are 32 bits wide.
+BUFFER_BYTES_MAX = 2**31 - 1
+# Strings are scanned and copied this many bytes at a time.
+WORD_BYTES = 8
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+Array = TypeVar("Array", bound=npt.NDArray[Any])
+Bytes = npt.NDArray[np.uint8]
+Positions = npt.NDArray[np.int32]
+# What the kernels see of cells: kinds, starts and ends.
+Spans = tuple[Bytes, Positions, Positions]
+
+
+class Kind(IntEnum):
+    """What a cell holds; `MISSING` means that the row has no such member or element."""
+
+    MISSING = 0
+    NULL = 1
+    FALSE = 2
+    TRUE = 3
+    NUMBER = 4
+    STRING = 5
+    OBJECT = 6
+    ARRAY = 7
+
+
+class MalformedJson(ValueError):
+    """The buffer is not the JSON it should be; `row` counts cells, `offset` bytes, both from 0."""
+
+    def __init__(self, reason: str, row: int, offset: int) -> None:
+        # All three go to args, so that the error survives pickling on its way from a worker.
+        super().__init__(reason, row, offset)
+        self.reason = reason
+        self.row = row
+        self.offset = offset
+
+    def __str__(self) -> str:
+        return f"{self.reason} in row {self.row} at byte {self.offset}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Cells:
+    """One JSON value per row, as spans of a shared buffer.
+
+    Made by the functions of this module, which rely on `lines` having checked the buffer.
+    """
+
+    data: Bytes
+    kinds: Bytes
+    starts: Positions
+    ends: Positions
+
+    def __post_init__(self) -> None:
+        # Kernels index without bounds checks, so no span may lead out of the buffer.
+        if not len(self.kinds) == len(self.starts) == len(self.ends):
+            raise ValueError("cells need as many kinds as starts and ends")
+        if len(self.kinds) and (
+            self.starts.min() < 0
+            or self.ends.max() > self.data.size
+            or bool(np.any(self.ends < self.starts))
+        ):
+            raise ValueError("cells must lie inside their buffer")
+
+    def __len__(self) -> int:
+        return len(self.kinds)
+
+    def text(self) -> pa.StringArray:
+        """Strings unescaped and without quotes, other values as written, null as Arrow null."""
+        return _texts(self, raw=False)
+
+    def json(self) -> pa.StringArray:
+        """Every value as written, strings with quotes and escapes, null as Arrow null."""
+        return _texts(self, raw=True)
+
+    def take(self, indices: npt.NDArray[Any]) -> "Cells":
+        """The cells at these rows, in this order."""
+        return Cells(
+            data=self.data,
+            kinds=self.kinds[indices],
+            starts=self.starts[indices],
+            ends=self.ends[indices],
+        )
+
+
+def lines(data: bytes | memoryview | pa.Buffer) -> Cells:
+    """Each line that is not blank as one cell, checked to its innermost value."""
+    array = np.frombuffer(data, dtype=np.uint8)
+    if array.size > BUFFER_BYTES_MAX:
+        raise ValueError(f"cannot index {array.size} bytes of JSON, at most {BUFFER_BYTES_MAX}")
+    # Numba compiles once more for writable arrays, so all buffers look read-only to it.
+    array.flags.writeable = False
+    _check_utf8(array)
+    rows_max = int(_count_lines(array))
+    found = (
+        np.empty(rows_max, dtype=np.uint8),
+        np.empty(rows_max, dtype=np.int32),
+        np.empty(rows_max, dtype=np.int32),
+    )
+    closers = np.empty(DEPTH_MAX, dtype=np.uint8)
+    code, row, offset = _scan_lines(array, found, closers)
+    if code != _FINE:
+        raise MalformedJson(_REASONS[code], row, offset)
+    kinds, starts, ends = found
+    return Cells(data=array, kinds=kinds[:row], starts=starts[:row], ends=ends[:row])
+
+
+def members(cells: Cells) -> dict[str, Cells]:
+    """The members of object cells by name, names in the order first seen, last duplicate wins.
+
+    Rows without the member, and rows that are null or missing themselves, are `MISSING`.
+    """
+    names, columns = _split(cells, Kind.OBJECT)
+    found: dict[str, Cells] = {}
+    for name, column in zip(names.text().to_pylist(), columns, strict=True):
+        # The kernel tells names apart as written; escapes can spell one name in several ways.
+        found[name] = _latest(found[name], column) if name in found else column
+    return found
+
+
+def elements(cells: Cells) -> list[Cells]:
+    """The first elements of array cells, the second ones, and so on to the longest array.
+
+    Rows with a shorter array, and rows that are null or missing themselves, are `MISSING`.
+    """
+    _, columns = _split(cells, Kind.ARRAY)
+    return columns
+
+
+def _split(cells: Cells, container: Kind) -> tuple[Cells, list[Cells]]:
+    """The cells of each column of these containers, and the names of the columns as cells."""
+    rows = len(cells)
+    spans = (cells.kinds, cells.starts, cells.ends)
+    width = 16
+    while True:
+        names = np.zeros((width + 1, 3), dtype=np.int64)
+        # Pages of zeros cost nothing until the kernel writes to them, so width can be generous.
+        parts = (
+            np.zeros((width, rows), dtype=np.uint8),
+            np.zeros((width, rows), dtype=np.int32),
+            np.zeros((width, rows), dtype=np.int32),
+        )
+        code, row, offset, count = _cut(cells.data, spans, int(container), names, parts)
+        if code != _TOO_WIDE or width >= WIDTH_MAX:
+            break
+        width *= 2
+    if code == _UNFIT:
+        article = "an object" if container is Kind.OBJECT else "an array"
+        raise MalformedJson(f"expected {article}", row, offset)
+    if code != _FINE:
+        raise MalformedJson(_REASONS[code], row, offset)
+    columns = [
+        Cells(data=cells.data, kinds=kinds, starts=starts, ends=ends)
+        for kinds, starts, ends in zip(*(part[:count] for part in parts), strict=True)
+    ]
+    kinds = np.full(count, Kind.STRING, dtype=np.uint8)
+    starts, ends, _ = names[:count].T.astype(np.int32, order="C")
+    return Cells(data=cells.data, kinds=kinds, starts=starts, ends=ends), columns
+
+
+def _latest(one: Cells, other: Cells) -> Cells:
+    """Per row the cell that comes later in the buffer; a missing one starts at byte 0."""
+    later = other.starts > one.starts
+    return Cells(
+        data=one.data,
+        kinds=np.where(later, other.kinds, one.kinds),
+        starts=np.where(later, other.starts, one.starts),
+        ends=np.where(later, other.ends, one.ends),
+    )
+
+
+def _texts(cells: Cells, *, raw: bool) -> pa.StringArray:
+    rows = len(cells)
+    present = cells.kinds > Kind.NULL
+    # Unescaping only shrinks, so the spans bound what the kernel writes.
+    bytes_max = int(np.sum(cells.ends, dtype=np.int64) - np.sum(cells.starts, dtype=np.int64))
+    if bytes_max > BUFFER_BYTES_MAX:
+        raise ValueError(f"cannot hold {bytes_max} bytes in one Arrow array")
+    # Arrow's pool hands out pages that are already mapped; fresh ones cost as much as the copying.
+    offsets = pa.allocate_buffer((rows + 1) * np.dtype(np.int32).itemsize)
+    target = pa.allocate_buffer(bytes_max + WORD_BYTES)
+    size = _copy_texts(
+        cells.data,
+        (cells.kinds, cells.starts, cells.ends),
+        raw,
+        np.frombuffer(offsets, dtype=np.int32),
+        np.frombuffer(target, dtype=np.uint8),
+    )
+    absent = rows - int(np.count_nonzero(present))
+    validity = pa.py_buffer(np.packbits(present, bitorder="little")) if absent else None
+    return pa.StringArray.from_buffers(rows, offsets, target.slice(0, size), validity, absent)
+
+
+def _check_utf8(data: Bytes) -> None:
+    # Arrow checks UTF-8 at memory speed; Python's slower decoder is only asked where it broke.
+    span = pa.py_buffer(np.array([0, data.size], dtype=np.int32))
+    try:
+        pa.StringArray.from_buffers(1, span, pa.py_buffer(data)).validate(full=True)
+    except pa.ArrowInvalid:
+        text = data.tobytes()
+        try:
+            text.decode("utf-8")
+        except UnicodeDecodeError as error:
+            offset = error.start
+            earlier = text[: text.rfind(b"\n", 0, offset) + 1].split(b"\n")
+            row = sum(1 for line in earlier if line.strip(b" \t\r"))
+            raise MalformedJson("invalid UTF-8", row, offset) from error
+        raise
+
+
+# What a kernel found wrong. Codes instead of exceptions, because numba's exceptions carry no facts.
+_FINE, _ENDED, _TRAILING, _NO_VALUE, _NO_NAME, _NO_COLON, _NO_COMMA = range(7)
+_UNTERMINATED, _CONTROL, _ESCAPE, _SURROGATE, _NUMBER, _TOO_DEEP, _TOO_WIDE, _UNFIT = range(7, 15)
+_REASONS = {
+    _ENDED: "line ends inside a value",
+    _TRAILING: "unexpected text after the value",
+    _NO_VALUE: "expected a value",
+    _NO_NAME: "expected a member name in quotes",
+    _NO_COLON: "expected a colon after the member name",
+    _NO_COMMA: "expected a comma or the closing bracket",
+    _UNTERMINATED: "unterminated string",
+    _CONTROL: "raw control character in a string",
+    _ESCAPE: "invalid escape in a string",
+    _SURROGATE: "unmatched surrogate in a string",
+    _NUMBER: "invalid number",
+    _TOO_DEEP: f"more than {DEPTH_MAX} levels of nesting",
+    _TOO_WIDE: f"more than {WIDTH_MAX} distinct member names or elements",
+}
+
+_QUOTE, _BACKSLASH, _COMMA, _COLON, _NEWLINE = (ord(mark) for mark in '"\\,:\n')
+_ZERO, _NINE, _MINUS, _PLUS, _POINT = (ord(mark) for mark in "09-+.")
+_CLOSE_BRACE, _LOWER_E, _LOWER_U = (ord(mark) for mark in "}eu")
+_SPACE, _TAB, _RETURN = (ord(mark) for mark in " \t\r")
+_NULL_KIND, _NUMBER_KIND = int(Kind.NULL), int(Kind.NUMBER)
+_STRING_KIND, _OBJECT_KIND = int(Kind.STRING), int(Kind.OBJECT)
+
+
+def _table(entries: Mapping[str, int], otherwise: int) -> npt.NDArray[np.int16]:
+    table = np.full(256, otherwise, dtype=np.int16)
+    for mark, entry in entries.items():
+        table[ord(mark)] = entry
+    return table
+
+
+_KIND_OF = _table(
+    dict.fromkeys("-0123456789", Kind.NUMBER)
+    | {"n": Kind.NULL, "f": Kind.FALSE, "t": Kind.TRUE}
+    | {'"': Kind.STRING, "{": Kind.OBJECT, "[": Kind.ARRAY},
+    otherwise=Kind.MISSING,
+)
+_HEX = _table({digit: int(digit, 16) for digit in "0123456789abcdefABCDEF"}, otherwise=-1)
+_UNESCAPED = _table(
+    {mark: ord(meant) for mark, meant in zip('"\\/bfnrt', '"\\/\b\f\n\r\t', strict=True)},
+    otherwise=-1,
+)
+_LITERALS = np.frombuffer(b"null\0falsetrue\0", dtype=np.uint8).reshape(3, 5)
+# Where a scan through a string has to look twice.
+_STOPS = _table(dict.fromkeys([*map(chr, range(32)), '"', "\\"], 1), otherwise=0)
+# Where a skip through checked containers has to look twice.
+_MARKS = _table({'"': 2, "{": 1, "[": 1, "}": -1, "]": -1}, otherwise=0)
+
+
+# One value in all eight bytes of a word.
+_ONES, _HIGHS, _SPACES, _QUOTES, _BACKSLASHES = (
+    np.uint64(int.from_bytes(bytes([byte] * WORD_BYTES)))
+    for byte in (0x01, 0x80, _SPACE, _QUOTE, _BACKSLASH)
+)
+
+
+def _kernel(function: Function) -> Function:
+    """Compile a function that Python calls, once per machine, to run without Python's lock."""
+    return cast(Function, numba.njit(cache=True, nogil=True)(function))
+
+
+def _part(function: Function) -> Function:
+    """Compile a function that only kernels call, into each of them."""
+    return cast(Function, numba.njit(forceinline=True)(function))
+
+
+def _typed_pointer(_: Any, array: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return context.make_array(signature.args[0])(context, builder, arguments[0]).data
+
+    # Numba annotates most of what it exports, but not this.
+    pointer = numba.types.CPointer(array.dtype)  # type: ignore[no-untyped-call]
+    return pointer(array), generate
+
+
+def _typed_load(_: Any, data: Any, position: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        place = builder.gep(arguments[0], [arguments[1]])
+        word = ir.IntType(8 * WORD_BYTES).as_pointer()
+        return builder.load(builder.bitcast(place, word), align=1)
+
+    return numba.types.uint64(data, position), generate
+
+
+def _typed_store(_: Any, data: Any, position: Any, word: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        place = builder.gep(arguments[0], [arguments[1]])
+        builder.store(arguments[2], builder.bitcast(place, arguments[2].type.as_pointer()), align=1)
+        return context.get_dummy_value()
+
+    return numba.types.void(data, position, word), generate
+
+
+# Kernels hand the bare pointer of an array to their parts. Arrays would be reference counted at
+# every call and searched for negative positions at every byte, four fifths of the time.
+_pointer = cast(Callable[[Array], Array], intrinsic(_typed_pointer))
+# Eight bytes from any position on, which indexing cannot express.
+_load_word = cast(Callable[[Bytes, int], np.uint64], intrinsic(_typed_load))
+_store_word = cast(Callable[[Bytes, int, np.uint64], None], intrinsic(_typed_store))
+
+
+@_kernel
+def _count_lines(data: Bytes) -> int:
+    """How many lines there are, the last one whether it has a newline or not."""
+    count = 1
+    for byte in data:
+        count += byte == _NEWLINE
+    return count
+
+
+@_part
+def _skip_spaces(data: Bytes, position: int, end: int) -> int:
+    """The next byte that is not blank; a newline is none, because it ends the row."""
+    while position < end:
+        byte = data[position]
+        if byte != _SPACE and byte != _TAB and byte != _RETURN:
+            break
+        position += 1
+    return position
+
+
+@_kernel
+def _scan_lines(array: Bytes, cells: Spans, brackets: Bytes) -> tuple[int, int, int]:
+    """Check all lines and note their cells; returns code, rows so far and position."""
+    kinds, starts, ends = cells
+    data, end = _pointer(array), array.size
+    closers = _pointer(brackets)
+    position = row = 0
+    while True:
+        position = _skip_spaces(data, position, end)
+        if position == end:
+            return _FINE, row, position
+        if data[position] == _NEWLINE:
+            position += 1
+            continue
+        kinds[row] = _KIND_OF[data[position]]
+        starts[row] = position
+        position, code = _check_value(data, position, end, closers)
+        if code == _FINE:
+            ends[row] = position
+            position = _skip_spaces(data, position, end)
+            if position < end and data[position] != _NEWLINE:
+                code = _TRAILING
+        elif position >= end or data[position] == _NEWLINE:
+            # Most of all a file cut short, whatever token the cut went through.
+            code = _UNTERMINATED if code == _UNTERMINATED else _ENDED
+        if code != _FINE:
+            return code, row, position
+        row += 1
+
+
+@_part
+def _check_value(data: Bytes, position: int, end: int, closers: Bytes) -> tuple[int, int]:
+    """Check one value with all that is in it; returns the position after it, or of the fault.
+
+    `closers` is the stack of brackets that have yet to come.
+    """
+    depth = 0
+    named = False
+    while True:
+        if named:
+            position, code = _check_name(data, position, end)
+            if code != _FINE:
+                return position, code
+        kind = _KIND_OF[data[position]] if position < end else 0
+        if kind < _OBJECT_KIND:
+            position, code = _check_scalar(data, position, end, kind)
+            if code != _FINE:
+                return position, code
+        else:
+            if depth == DEPTH_MAX:
+                return position, _TOO_DEEP
+            # In ASCII both closing brackets come two places after their opening ones.
+            closers[depth] = data[position] + 2
+            depth += 1
+            position = _skip_spaces(data, position + 1, end)
+            if position >= end or data[position] != closers[depth - 1]:
+                named = closers[depth - 1] == _CLOSE_BRACE
+                continue
+            position += 1
+            depth -= 1
+        while depth > 0:
+            position = _skip_spaces(data, position, end)
+            if position >= end or data[position] != closers[depth - 1]:
+                break
+            position += 1
+            depth -= 1
+        if depth == 0:
+            return position, _FINE
+        if position >= end or data[position] != _COMMA:
+            return position, _NO_COMMA
+        position = _skip_spaces(data, position + 1, end)
+        named = closers[depth - 1] == _CLOSE_BRACE
+
+
+@_part
+def _check_name(data: Bytes, position: int, end: int) -> tuple[int, int]:
+    """Check a member name and its colon; returns the position of the value."""
+    if position >= end or data[position] != _QUOTE:
+        return position, _NO_NAME
+    position, code = _check_string(data, position + 1, end)
+    if code != _FINE:
+        return position, code
+    position = _skip_spaces(data, position, end)
+    if position >= end or data[position] != _COLON:
+        return position, _NO_COLON
+    return _skip_spaces(data, position + 1, end), _FINE
+
+
+@_part
+def _check_scalar(data: Bytes, position: int, end: int, kind: int) -> tuple[int, int]:
+    if kind == _STRING_KIND:
+        return _check_string(data, position + 1, end)
+    if kind == _NUMBER_KIND:
+        return _check_number(data, position, end)
+    if kind == 0:
+        return position, _NO_VALUE
+    for byte in _LITERALS[kind - 1]:
+        if byte == 0:
+            break
+        if position >= end or data[position] != byte:
+            return position, _NO_VALUE
+        position += 1
+    return position, _FINE
+
+
+@_part
+def _holds(word: np.uint64, mark: np.uint64) -> np.uint64:
+    """Not zero if a byte of the word is the mark, which is given in all bytes."""
+    difference = word ^ mark
+    return (difference - _ONES) & ~difference & _HIGHS
+
+
+@_part
+def _skip_plain(data: Bytes, position: int, end: int) -> int:
+    """Up to the first word with a byte in it where a string ends or needs a closer look."""
+    while position + WORD_BYTES <= end:
+        word = _load_word(data, position)
+        controls = (word - _SPACES) & ~word & _HIGHS
+        if controls | _holds(word, _QUOTES) | _holds(word, _BACKSLASHES):
+            break
+        position += WORD_BYTES
+    return position
+
+
+@_part
+def _check_string(data: Bytes, position: int, end: int) -> tuple[int, int]:
+    """Check the rest of a string whose opening quote has been read."""
+    position = _skip_plain(data, position, end)
+    while position < end:
+        byte = data[position]
+        if _STOPS[byte] == 0:
+            position += 1
+        elif byte == _QUOTE:
+            return position + 1, _FINE
+        elif byte == _BACKSLASH:
+            position, code = _check_escape(data, position, end)
+            if code != _FINE:
+                return position, code
+        else:
+            return position, _UNTERMINATED if byte == _NEWLINE else _CONTROL
+    return position, _UNTERMINATED
+
+
+@_part
+def _check_escape(data: Bytes, position: int, end: int) -> tuple[int, int]:
+    if position + 1 >= end or data[position + 1] == _NEWLINE:
+        return position + 1, _UNTERMINATED
+    if data[position + 1] != _LOWER_U:
+        if _UNESCAPED[data[position + 1]] < 0:
+            return position, _ESCAPE
+        return position + 2, _FINE
+    unit = _code_unit(data, position, end)
+    if unit < 0:
+        return position, _ESCAPE
+    if unit < 0xD800 or unit > 0xDFFF:
+        return position + 6, _FINE
+    low = _code_unit(data, position + 6, end)
+    if unit > 0xDBFF or low < 0xDC00 or low > 0xDFFF:
+        return position, _SURROGATE
+    return position + 12, _FINE
+
+
+@_part
+def _code_unit(data: Bytes, position: int, end: int) -> int:
+    r"""The UTF-16 code unit of a \uXXXX escape, -1 if there is none here."""
+    if position + 6 > end or data[position] != _BACKSLASH or data[position + 1] != _LOWER_U:
+        return -1
+    unit = 0
+    for place in range(position + 2, position + 6):
+        digit = _HEX[data[place]]
+        if digit < 0:
+            return -1
+        unit = unit * 16 + digit
+    return unit
+
+
+@_part
+def _skip_digits(data: Bytes, position: int, end: int) -> int:
+    while position < end and data[position] >= _ZERO and data[position] <= _NINE:
+        position += 1
+    return position
+
+
+@_part
+def _check_number(data: Bytes, position: int, end: int) -> tuple[int, int]:
+    if data[position] == _MINUS:
+        position += 1
+    whole = position
+    position = _skip_digits(data, position, end)
+    if position == whole:
+        return position, _NUMBER
+    if data[whole] == _ZERO and position > whole + 1:
+        return whole, _NUMBER
+    if position < end and data[position] == _POINT:
+        fraction = position + 1
+        position = _skip_digits(data, fraction, end)
+        if position == fraction:
+            return position, _NUMBER
+    # Or-ing 32 makes an upper case letter lower.
+    if position < end and data[position] | 32 == _LOWER_E:
+        position += 1
+        if position < end and (data[position] == _PLUS or data[position] == _MINUS):
+            position += 1
+        exponent = position
+        position = _skip_digits(data, exponent, end)
+        if position == exponent:
+            return position, _NUMBER
+    return position, _FINE
+
+
+@_kernel
+def _cut(
+    array: Bytes,
+    cells: Spans,
+    container: int,
+    names: npt.NDArray[np.int64],
+    parts: Spans,
+) -> tuple[int, int, int, int]:
+    """Cut checked containers into columns; returns code, row, position, number of columns.
+
+    `names` holds three numbers per column: where its name starts, where it ends, and which column
+    came next when it was last seen, nearly always the one that comes next again. The column after
+    the last stands for the start of a row.
+    """
+    kinds, starts, ends = cells
+    part_kinds, part_starts, part_ends = parts
+    data, known, width = _pointer(array), _pointer(names), part_kinds.shape[0]
+    count = 0
+    for row in range(kinds.size):
+        if kinds[row] != container:
+            if kinds[row] > _NULL_KIND:
+                return _UNFIT, row, starts[row], count
+            continue
+        end = ends[row] - 1
+        position = _skip_spaces(data, starts[row] + 1, end)
+        column = width if container == _OBJECT_KIND else -1
+        while position < end:
+            if container == _OBJECT_KIND:
+                column, position = _find_name(data, position, end, (known, count, column))
+            else:
+                column += 1
+            if column >= width:
+                return _TOO_WIDE, row, position, count
+            count = max(count, column + 1)
+            part_kinds[column, row] = _KIND_OF[data[position]]
+            part_starts[column, row] = position
+            position = _skip_value(data, position, end)
+            part_ends[column, row] = position
+            position = _skip_spaces(data, position, end)
+            # The comma between two parts; after the last one this steps onto the end.
+            position = _skip_spaces(data, position + 1, end)
+    return _FINE, 0, 0, count
+
+
+@_part
+def _find_name(
+    data: Bytes, position: int, end: int, known: tuple[npt.NDArray[np.int64], int, int]
+) -> tuple[int, int]:
+    """The column of the name at this position, a new one if need be, and where its value is."""
+    names, count, previous = known
+    column = names[3 * previous + 2]
+    for _ in range(count):
+        if column >= count:
+            column = 0
+        size = names[3 * column + 1] - names[3 * column]
+        if position + size <= end and _same(data, names[3 * column], position, size):
+            break
+        column += 1
+    else:
+        column = count
+        size = _skip_string(data, position + 1, end) - position
+        names[3 * column] = position
+        names[3 * column + 1] = position + size
+    names[3 * previous + 2] = column
+    # The colon is the first byte after the name that is not blank.
+    position = min(_skip_spaces(data, position + size, end) + 1, end)
+    return column, _skip_spaces(data, position, end)
+
+
+@_part
+def _same(data: Bytes, one: int, other: int, size: int) -> bool:
+    # Quotes included: no string is the beginning of another, so equal bytes are equal names.
+    for place in range(size):
+        if data[one + place] != data[other + place]:
+            return False
+    return True
+
+
+@_part
+def _skip_string(data: Bytes, position: int, end: int) -> int:
+    """The position after a checked string whose opening quote has been read."""
+    position = _skip_plain(data, position, end)
+    while position < end:
+        byte = data[position]
+        if _STOPS[byte] == 0:
+            position += 1
+        elif byte == _QUOTE:
+            return position + 1
+        else:
+            position += 2
+    return end
+
+
+@_part
+def _skip_value(data: Bytes, position: int, end: int) -> int:
+    """The position after a checked value inside a container that closes at `end`."""
+    kind = _KIND_OF[data[position]]
+    position += 1
+    if kind == _STRING_KIND:
+        return _skip_string(data, position, end)
+    if kind < _OBJECT_KIND:
+        while position < end and data[position] > _SPACE and data[position] != _COMMA:
+            position += 1
+        return position
+    depth = 1
+    while position < end and depth > 0:
+        mark = _MARKS[data[position]]
+        position += 1
+        if mark == 0:
+            continue
+        if mark == 2:
+            position = _skip_string(data, position, end)
+        else:
+            depth += mark
+    return position
+
+
+@_kernel
+def _copy_texts(
+    array: Bytes,
+    cells: Spans,
+    raw: bool,
+    offsets: Positions,
+    texts: Bytes,
+) -> int:
+    """Write the cells' texts one after the other, and where each begins; returns the size."""
+    kinds, starts, ends = cells
+    data, target = _pointer(array), _pointer(texts)
+    # Up to here a whole word can be read.
+    last = array.size - WORD_BYTES
+    size = 0
+    for row in range(kinds.size):
+        offsets[row] = size
+        start, end = int(starts[row]), int(ends[row])
+        if kinds[row] == _STRING_KIND and not raw and end - start >= 2:
+            size = _unescape(data, (start + 1, end - 1, last), target, size)
+        elif kinds[row] > _NULL_KIND:
+            size = _copy(data, (start, end, last), target, size)
+    offsets[kinds.size] = size
+    return size
+
+
+@_part
+def _copy(data: Bytes, span: tuple[int, int, int], target: Bytes, size: int) -> int:
+    """Write these bytes as they are; returns the target's new size.
+
+    Whole words, because most cells are one or two. What the last one holds too much is
+    overwritten by the next cell, and the target has a word to spare for the last cell.
+    """
+    position, end, last = span
+    while position < end and position <= last:
+        _store_word(target, size, _load_word(data, position))
+        position += WORD_BYTES
+        size += WORD_BYTES
+    while position < end:
+        target[size] = data[position]
+        position += 1
+        size += 1
+    return size - (position - end)
+
+
+@_part
+def _unescape(data: Bytes, span: tuple[int, int, int], target: Bytes, size: int) -> int:
+    """Write the checked string between these positions; returns the target's new size."""
+    position, end, last = span
+    # As in `_copy`, up to the first word with an escape in it.
+    while position < end and position <= last:
+        word = _load_word(data, position)
+        if _holds(word, _BACKSLASHES):
+            break
+        _store_word(target, size, word)
+        position += WORD_BYTES
+        size += WORD_BYTES
+    if position >= end:
+        return size - (position - end)
+    while position < end:
+        if data[position] != _BACKSLASH:
+            target[size] = data[position]
+            size += 1
+            position += 1
+            continue
+        point = _code_unit(data, position, end)
+        if point < 0:
+            target[size] = _UNESCAPED[data[position + 1]]
+            size += 1
+            position += 2
+            continue
+        position += 6
+        if point >= 0xD800 and point <= 0xDFFF:
+            point = 0x10000 + ((point - 0xD800) << 10) + _code_unit(data, position, end) - 0xDC00
+            position += 6
+        size = _encode(point, target, size)
+    return size
+
+
+@_part
+def _encode(point: int, target: Bytes, size: int) -> int:
+    """Write a code point as UTF-8; returns the target's new size."""
+    if point < 0x80:
+        target[size] = point
+        return size + 1
+    extra = 1 + (point > 0x7FF) + (point > 0xFFFF)
+    # The lead byte has as many leading ones as the sequence has bytes.
+    target[size] = (0xFF00 >> (extra + 1)) & 0xFF | point >> (6 * extra)
+    for place in range(extra, 0, -1):
+        target[size + place] = 0x80 | point & 0x3F
+        point >>= 6
+    return size + extra + 1

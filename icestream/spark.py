@@ -1,0 +1,189 @@
+"""The Spark session: a JVM on any machine, Iceberg's jars by their coordinates, tasks over splits.
+
+Spark's Python workers run under the same interpreter as the coordinator. How a machine without Java
+is served, `icestream.java` tells.
+"""
+
+import logging
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+from pyspark import SparkContext, TaskContext
+from pyspark.errors import PySparkException
+from pyspark.sql import SparkSession
+
+from icestream.errors import TargetUnavailable
+from icestream.java import cache_folder, jars, java_home, write_atomically
+
+log = logging.getLogger(__name__)
+
+ICEBERG_VERSION = "1.12.0"
+ICEBERG_RUNTIME = f"org.apache.iceberg:iceberg-spark-runtime-4.1_2.13:{ICEBERG_VERSION}"
+SQLITE = "org.xerial:sqlite-jdbc:3.50.3.0"
+# Spark gives up a local task at its first failure; on a cluster it tries four times.
+TASK_ATTEMPTS_MAX = 4
+_BUNDLES = {
+    ("s3:", "s3a:", "glue"): f"org.apache.iceberg:iceberg-aws-bundle:{ICEBERG_VERSION}",
+    ("gs:",): f"org.apache.iceberg:iceberg-gcp-bundle:{ICEBERG_VERSION}",
+    ("abfs:", "abfss:", "wasb:"): f"org.apache.iceberg:iceberg-azure-bundle:{ICEBERG_VERSION}",
+}
+
+Row = tuple[str, int, bytes]
+"""What tasks hand on: a kind, a bucket and a payload."""
+
+ROW_SCHEMA = "kind string, bucket int, payload binary"
+_ARROW_SCHEMA = pa.schema([("kind", pa.string()), ("bucket", pa.int32()), ("payload", pa.binary())])
+
+
+def packages(catalogs: Sequence[Mapping[str, str]]) -> list[str]:
+    """The coordinates of the jars that these catalogs and their storages need."""
+    coordinates = [ICEBERG_RUNTIME]
+    for properties in catalogs:
+        words = " ".join(str(value).lower() for value in properties.values())
+        if "jdbc:sqlite:" in words:
+            coordinates.append(SQLITE)
+        for marks, bundle in _BUNDLES.items():
+            if any(mark in words for mark in marks) or any(
+                name.startswith("s3.") and "aws-bundle" in bundle for name in properties
+            ):
+                coordinates.append(bundle)
+    return list(dict.fromkeys(coordinates))
+
+
+def session(
+    catalogs: Sequence[Mapping[str, str]], master: str = "local[*]", conf: Mapping[str, str] = {}
+) -> SparkSession:
+    """A session with what the catalogs need; settings in `conf` win over the defaults."""
+    os.environ["JAVA_HOME"] = str(java_home())
+    os.environ["PYSPARK_PYTHON"] = os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
+    settings = {
+        "spark.jars": ",".join(map(str, jars(packages(catalogs)))),
+        "spark.sql.extensions": "org.apache.iceberg.spark.extensions.IcebergSparkSessionExtensions",
+        "spark.ui.enabled": "false",
+        "spark.ui.showConsoleProgress": "false",
+        "spark.log.level": "ERROR",
+        "spark.sql.shuffle.partitions": "8",
+        "spark.sql.session.timeZone": "UTC",
+        "spark.sql.execution.arrow.maxBytesPerBatch": str(64 * 1024 * 1024),
+        "spark.driver.extraJavaOptions": f"-Dlog4j2.configurationFile={_quiet_logging()}",
+        "spark.worker.cleanup.enabled": "true",
+        **_local_settings(master),
+        **{str(name): str(value) for name, value in conf.items()},
+    }
+    builder = SparkSession.builder.appName("icestream").master(_with_retries(master))
+    for name, value in settings.items():
+        builder = builder.config(name, value)
+    try:
+        return builder.getOrCreate()
+    except (PySparkException, RuntimeError, OSError) as error:
+        raise TargetUnavailable(
+            "could not start Spark",
+            detail=str(error).splitlines()[0],
+            hint="Check `spark.master`, and that the jars' registry can be reached.",
+        ) from error
+
+
+def _local_settings(master: str) -> dict[str, str]:
+    if not master.startswith("local"):
+        return {}
+    # A laptop's host name may resolve to an address that firewalls drop.
+    return {"spark.driver.host": "127.0.0.1", "spark.driver.bindAddress": "127.0.0.1"}
+
+
+def _with_retries(master: str) -> str:
+    local = re.fullmatch(r"local(?:\[([^,\]]+)\])?", master.strip())
+    return f"local[{local[1] or 1},{TASK_ATTEMPTS_MAX}]" if local else master
+
+
+def _quiet_logging() -> Path:
+    """A log4j configuration that shows errors only."""
+    path = cache_folder() / "log4j2.properties"
+    if not path.exists():
+        write_atomically(
+            path,
+            "rootLogger.level = error\nrootLogger.appenderRef.stderr.ref = stderr\n"
+            "appender.stderr.type = Console\nappender.stderr.name = stderr\n"
+            "appender.stderr.target = SYSTEM_ERR\nappender.stderr.layout.type = PatternLayout\n"
+            "appender.stderr.layout.pattern = %d %p %c{1}: %m%n\n",
+        )
+    return path
+
+
+def run_tasks(
+    spark: SparkSession,
+    tasks: Sequence[Any],
+    work: Callable[[Any], Iterator[Row]],
+    gather: Callable[[Iterator[Row]], Iterator[Row]] | None = None,
+    description: str = "",
+) -> list[Row]:
+    """Run `work` over the tasks on workers, in one Spark job, and return the rows that come out.
+
+    With `gather` the rows are first brought together by their bucket: all rows of a bucket pass
+    through one call, in a row. Payloads cross between Python and the JVM as they are.
+    """
+    if not tasks:
+        return []
+    context = spark.sparkContext
+    context.setLocalProperty("spark.job.description", description)
+    slices = min(len(tasks), max(1, context.defaultParallelism * 4))
+
+    def over_tasks(batches: Iterable[pa.RecordBatch]) -> Iterable[pa.RecordBatch]:
+        for batch in batches:
+            for number in batch.column(0).to_pylist():
+                yield from _as_batches(work(tasks[number]))
+
+    rows = spark.range(0, len(tasks), 1, slices).mapInArrow(over_tasks, ROW_SCHEMA)
+    if gather is not None:
+
+        def over_rows(batches: Iterable[pa.RecordBatch]) -> Iterable[pa.RecordBatch]:
+            yield from _as_batches(gather(_as_rows(batches)))
+
+        buckets = max(1, context.defaultParallelism)
+        together = rows.repartition(buckets, "bucket").sortWithinPartitions("bucket")
+        rows = together.mapInArrow(over_rows, ROW_SCHEMA)
+    try:
+        return [(row["kind"], row["bucket"], bytes(row["payload"])) for row in rows.collect()]
+    except PySparkException as error:
+        raise TargetUnavailable(
+            "could not run the tasks of an epoch",
+            detail=_first_python_line(str(error)),
+            hint="Look at the Spark log; the epoch will be tried again.",
+        ) from error
+
+
+def attempt_number() -> int:
+    """Which attempt of its task this worker is running, from zero."""
+    context = TaskContext.get()
+    return context.attemptNumber() if context else 0
+
+
+def job_count(spark: SparkSession) -> int:
+    """How many Spark jobs the session has finished or started."""
+    return int(_context(spark)._jsc.sc().dagScheduler().nextJobId())
+
+
+def _context(spark: SparkSession) -> SparkContext:
+    return spark.sparkContext
+
+
+def _as_batches(rows: Iterator[Row]) -> Iterator[pa.RecordBatch]:
+    for kind, bucket, payload in rows:
+        yield pa.record_batch([[kind], [bucket], [payload]], schema=_ARROW_SCHEMA)
+
+
+def _as_rows(batches: Iterable[pa.RecordBatch]) -> Iterator[Row]:
+    for batch in batches:
+        kinds, buckets, payloads = (batch.column(name) for name in ("kind", "bucket", "payload"))
+        for number in range(batch.num_rows):
+            yield kinds[number].as_py(), buckets[number].as_py(), payloads[number].as_py()
+
+
+def _first_python_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
+    return (errors or lines or ["unknown"])[-1 if errors else 0]

@@ -1,0 +1,129 @@
+"""What people and programs see of running pipelines: health, metrics, logs, durable progress."""
+
+import json
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from pyspark.sql import SparkSession
+
+from icestream.config import PipelineConfig, open_sink, open_source
+from icestream.errors import ConfigInvalid
+from icestream.pipeline import Pipeline
+
+_PLAIN = set(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
+
+
+class StatusServer:
+    """Serves `/metrics` in Prometheus' form and `/health` as JSON, from a thread of its own."""
+
+    def __init__(self, host: str, port: int, pipelines: Sequence[Pipeline]):
+        pages: dict[str, Callable[[], tuple[str, bytes]]] = {
+            "/metrics": lambda: (CONTENT_TYPE_LATEST, generate_latest()),
+            "/health": lambda: ("application/json", _health(pipelines)),
+        }
+
+        class Page(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                page = pages.get(self.path.partition("?")[0])
+                kind, body = page() if page else ("text/plain", b"/metrics /health\n")
+                self.send_response(200 if page else 404)
+                self.send_header("Content-Type", kind)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, format: str, *arguments: Any) -> None:
+                """Requests are not worth a line each."""
+
+        try:
+            self._server = ThreadingHTTPServer((host, port), Page)
+        except OSError as error:
+            raise ConfigInvalid(
+                f"cannot listen at {host}:{port}", detail=error.strerror, hint="Take another port."
+            ) from error
+        self.address = f"http://{host}:{self._server.server_address[1]}"
+        threading.Thread(target=self._server.serve_forever, name="status", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def _health(pipelines: Sequence[Pipeline]) -> bytes:
+    return json.dumps({p.name: p.health.to_json() for p in pipelines}, indent=1).encode()
+
+
+def pipeline_status(config: PipelineConfig, spark: SparkSession) -> list[dict[str, Any]]:
+    """What each table of a pipeline remembers: the last epoch, its position and its snapshot."""
+    source, sink = open_source(config, spark), open_sink(config, spark)
+    rows = []
+    for table, (handle, head) in sorted(sink.heads(source.known_tables()).items()):
+        progress, snapshot_id = head.progress, head.progress_snapshot_id
+        committed = handle.last_epoch_snapshot(config.name, config.sink.branch)
+        rows.append(
+            {
+                "pipeline": config.name,
+                "table": str(handle.name),
+                "source_table": table,
+                "state": _table_state(head),
+                "generation": progress.generation if progress else 0,
+                "epoch": progress.epoch if progress else 0,
+                "position": source.position(progress.upper) if progress else "",
+                "snapshot_id": committed or snapshot_id,
+                "committed_at": _time(handle.snapshot_time_ms(committed or snapshot_id))
+                if snapshot_id
+                else "",
+            }
+        )
+    return rows
+
+
+def _table_state(head: Any) -> str:
+    if head.rolled_back_from is not None:
+        return "rolled back"
+    if head.progress is None:
+        return "new"
+    return "replaying" if head.progress.replaying else "durable"
+
+
+def _time(milliseconds: int) -> str:
+    return datetime.fromtimestamp(milliseconds / 1000, UTC).isoformat(timespec="milliseconds")
+
+
+def _fields(record: logging.LogRecord) -> dict[str, Any]:
+    return {name: value for name, value in record.__dict__.items() if name not in _PLAIN}
+
+
+class TextFormatter(logging.Formatter):
+    """One line for people: time, level, text, then the fields."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The record as one line, with a traceback below it where there is one."""
+        at = datetime.fromtimestamp(record.created).strftime("%H:%M:%S")
+        fields = " ".join(f"{name}={value}" for name, value in _fields(record).items())
+        line = f"{at} {record.levelname.lower():7} {record.getMessage()}  {fields}".rstrip()
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object per record."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The record as JSON."""
+        at = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        data = {
+            "at": at,
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **_fields(record),
+        }
+        if record.exc_info:
+            data["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(data, default=str)

