@@ -61,17 +61,15 @@ def session(
     """A session with what the catalogs need; settings in `conf` win over the defaults."""
     os.environ["JAVA_HOME"] = str(java_home())
     os.environ["PYSPARK_PYTHON"] = os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
+    os.environ.setdefault("SPARK_CONF_DIR", str(_quiet_folder()))
     settings = {
         "spark.jars": ",".join(map(str, jars(packages(catalogs)))),
         "spark.sql.extensions": "org.apache.iceberg.spark.extensions.IcebergSparkSessionExtensions",
         "spark.ui.enabled": "false",
         "spark.ui.showConsoleProgress": "false",
-        "spark.log.level": "ERROR",
         "spark.sql.shuffle.partitions": "8",
         "spark.sql.session.timeZone": "UTC",
         "spark.sql.execution.arrow.maxBytesPerBatch": str(64 * 1024 * 1024),
-        "spark.driver.extraJavaOptions": f"-Dlog4j2.configurationFile={_quiet_logging()}",
-        "spark.worker.cleanup.enabled": "true",
         **_local_settings(master),
         **{str(name): str(value) for name, value in conf.items()},
     }
@@ -100,10 +98,11 @@ def _with_retries(master: str) -> str:
     return f"local[{local[1] or 1},{TASK_ATTEMPTS_MAX}]" if local else master
 
 
-def _quiet_logging() -> Path:
-    """A log4j configuration that shows errors only."""
-    path = cache_folder() / "log4j2.properties"
+def _quiet_folder() -> Path:
+    """A folder with Spark's log settings: errors only, on stderr."""
+    path = cache_folder() / "spark" / "log4j2.properties"
     if not path.exists():
+        path.parent.mkdir(exist_ok=True)
         write_atomically(
             path,
             "rootLogger.level = error\nrootLogger.appenderRef.stderr.ref = stderr\n"
@@ -111,7 +110,7 @@ def _quiet_logging() -> Path:
             "appender.stderr.target = SYSTEM_ERR\nappender.stderr.layout.type = PatternLayout\n"
             "appender.stderr.layout.pattern = %d %p %c{1}: %m%n\n",
         )
-    return path
+    return path.parent
 
 
 def run_tasks(

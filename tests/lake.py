@@ -14,17 +14,15 @@ class Lake:
 
     def __init__(self, spark: SparkSession, properties: Mapping[str, str]):
         self.spark = spark
-        self.name = f"lake{next(_numbers)}"
+        # A JDBC catalog keeps its tables apart by the catalog's name.
+        jdbc = properties.get("type") == "jdbc"
+        self.name = properties["name"] if jdbc else f"lake{next(_numbers)}"
         prefix = f"spark.sql.catalog.{self.name}"
         spark.conf.set(prefix, "org.apache.iceberg.spark.SparkCatalog")
         spark.conf.set(f"{prefix}.cache-enabled", "false")
-        if properties.get("type") == "jdbc":
-            # A JDBC catalog keeps its tables apart by the catalog's name.
-            spark.conf.set(f"{prefix}.catalog-impl", "org.apache.iceberg.jdbc.JdbcCatalog")
         for key, value in properties.items():
-            if key == "name" or (key == "type" and value == "jdbc"):
-                continue
-            spark.conf.set(f"{prefix}.{key}", value)
+            if key != "name":
+                spark.conf.set(f"{prefix}.{key}", value)
 
     def table(self, name: str) -> str:
         """A table's name in SQL; `name` is namespace and table joined by a dot."""
