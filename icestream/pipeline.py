@@ -18,7 +18,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -171,7 +171,7 @@ class Pipeline:
             extra={"pipeline": self.name, "epoch": resume.number},
         )
         self._finish(resume)
-        for table, mine in resume.replays.items():
+        for table, mine in {**self._without_history(progress), **resume.replays}.items():
             self._replay(table, mine)
         self.health.become(State.RUNNING)
         self._stream(once)
@@ -194,8 +194,22 @@ class Pipeline:
                 hint="Restore what was removed from the source, or build these tables anew.",
             )
 
+    def _without_history(self, progress: Mapping[str, Progress]) -> dict[str, Progress]:
+        """Tables of the source that never took an epoch although the pipeline is past the start.
+
+        They were added to the pipeline, or dropped and created anew: what the source still has of
+        them must come first, or the table would silently begin in the middle.
+        """
+        nothing = Progress(pipeline=self.name)
+        return {
+            table: nothing
+            for table in self._source.tables()
+            if progress.get(table, nothing).epoch == 0
+            and self._source.has_history(table, self._durable)
+        }
+
     def _replay(self, table: str, progress: Progress) -> None:
-        """Bring a table that was rolled back forward to the others, boundary by boundary."""
+        """Bring a table that lies behind forward to the others, boundary by boundary."""
         lower = progress.upper
         ahead = self._retry(lambda: self._source.available(lower))
         bounds = [upper for upper in ahead if self._durable.covers(upper)]

@@ -52,6 +52,10 @@ class Source(Protocol):
         """
         ...
 
+    def has_history(self, table: str, before: Frontier) -> bool:
+        """Whether the source may still serve changes of the table that lie before a frontier."""
+        ...
+
     def available(self, lower: Frontier) -> Sequence[Frontier]:
         """Upper bounds of the next epochs after `lower`, ascending; empty when nothing is new.
 

@@ -595,6 +595,10 @@ class CockroachdbFiles:
             self._shapes[table] = shape
         return self._shapes[table]
 
+    def has_history(self, table: str, before: Frontier) -> bool:
+        """Whether the folder has files of the table that were begun before a frontier."""
+        return any(f.topic == table and f.at < before[RESOLVED] for f in self._files.values())
+
     def available(self, lower: Frontier) -> Sequence[Frontier]:
         """One boundary for each resolved timestamp after `lower`, thinned by `resolved_every`."""
         start = lower[RESOLVED]

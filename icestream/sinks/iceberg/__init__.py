@@ -224,9 +224,9 @@ class IcebergSink:
 
     def heartbeat(self, epoch: Epoch, table: str | None = None) -> bool:
         """Publish the frontier of an epoch without changes, in the first table by default."""
-        if not self._states:
+        where = table or min(self._states, default=None)
+        if where not in self._states:
             return False
-        where = table or min(self._states)
         new = summaries.progress_of(epoch, self._pipeline, self._generation, 1)
         nothing = Written(epoch=epoch, reports=[], skipped=0, writer=None, labels={})
         self._publish(where, self._commit(where, new, [], nothing))
