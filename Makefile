@@ -30,6 +30,7 @@ check: setup ## format, lint, types, tidiness
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy icestream
+	COLUMNS=100 $(BIN)/python -m docs.reference --check
 	$(PYTEST) -q tests/test_tidy.py
 
 fix: setup ## format and mend what can be mended
@@ -55,7 +56,7 @@ bench: setup ## measure, as ratios within one run
 	$(BIN)/python -m bench
 
 docs: setup ## write the reference pages anew
-	$(BIN)/python -m docs.reference
+	COLUMNS=100 $(BIN)/python -m docs.reference
 
 demo: setup ## the main job end to end, with embedded parts
 	$(BIN)/icestream demo

@@ -89,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     demo = commands.add_parser("demo", parents=[shared], help="show the main job end to end")
     demo.add_argument("--seconds", type=float, default=None, help="end after about this time")
     demo.add_argument("--folder", default="icestream-demo", help="where the demo keeps its files")
-    demo.set_defaults(command=lambda options: run_demo(options.folder, options.seconds))
+    demo.set_defaults(command=_demo, log="warning")
     return parser
 
 
@@ -211,6 +211,10 @@ def _rollback(options: argparse.Namespace) -> int:
         spark.stop()
     _print([row], options.json, lambda row: f"{row['table']}: goes on after {row['goes_on_after']}")
     return 0
+
+
+def _demo(options: argparse.Namespace) -> int:
+    return run_demo(options.folder, options.seconds)
 
 
 def _print(

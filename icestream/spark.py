@@ -113,6 +113,19 @@ def _quiet_folder() -> Path:
     return path.parent
 
 
+def attach_catalog(spark: SparkSession, name: str, properties: Mapping[str, str]) -> None:
+    """Let Spark SQL see a catalog under a name; every look at a table reads fresh metadata.
+
+    A JDBC catalog keeps its tables apart by its name, so there the name must be the catalog's own.
+    """
+    prefix = f"spark.sql.catalog.{name}"
+    spark.conf.set(prefix, "org.apache.iceberg.spark.SparkCatalog")
+    spark.conf.set(f"{prefix}.cache-enabled", "false")
+    for key, value in properties.items():
+        if key != "name":
+            spark.conf.set(f"{prefix}.{key}", value)
+
+
 def run_tasks(
     spark: SparkSession,
     tasks: Sequence[Any],

@@ -6,6 +6,8 @@ from typing import Any
 
 from pyspark.sql import SparkSession
 
+from icestream.spark import attach_catalog
+
 _numbers = itertools.count()
 
 
@@ -17,12 +19,7 @@ class Lake:
         # A JDBC catalog keeps its tables apart by the catalog's name.
         jdbc = properties.get("type") == "jdbc"
         self.name = properties["name"] if jdbc else f"lake{next(_numbers)}"
-        prefix = f"spark.sql.catalog.{self.name}"
-        spark.conf.set(prefix, "org.apache.iceberg.spark.SparkCatalog")
-        spark.conf.set(f"{prefix}.cache-enabled", "false")
-        for key, value in properties.items():
-            if key != "name":
-                spark.conf.set(f"{prefix}.{key}", value)
+        attach_catalog(spark, self.name, properties)
 
     def table(self, name: str) -> str:
         """A table's name in SQL; `name` is namespace and table joined by a dot."""
