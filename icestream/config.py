@@ -12,6 +12,7 @@ import types
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
@@ -31,7 +32,7 @@ from icestream.sinks.iceberg import (
     catalog_properties,
 )
 from icestream.sources.cockroachdb import CockroachdbFiles, CockroachdbOptions, IndexTask
-from icestream.worker import map_tasks
+from icestream.worker import map_tasks, write_epoch
 
 SOURCES: dict[str, type] = {"cockroachdb": CockroachdbOptions}
 SINKS: dict[str, type] = {"iceberg": IcebergSinkOptions}
@@ -234,7 +235,7 @@ def open_source(config: PipelineConfig, spark: SparkSession) -> CockroachdbFiles
 def open_pipeline(config: PipelineConfig, spark: SparkSession) -> Pipeline:
     """The pipeline, ready to run."""
     sink, source = open_sink(config, spark), open_source(config, spark)
-    return Pipeline(config.name, spark, source, sink, config.cadence)
+    return Pipeline(config.name, source, sink, config.cadence, partial(write_epoch, spark))
 
 
 def _make_folders(properties: Mapping[str, str]) -> None:

@@ -18,14 +18,12 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
 from typing import TypeVar
-
-from pyspark.sql import SparkSession
 
 from icestream import failpoints, metrics
 from icestream.epoch import Epoch, Progress, Resume, resume_point
@@ -42,11 +40,14 @@ from icestream.frontier import Frontier
 from icestream.schema import SchemaGap
 from icestream.sinks import Committed, Sink, StaleWrite, Writer, Written
 from icestream.sources import Source, Split
-from icestream.worker import Outcome, describe, write_epoch
+from icestream.worker import Outcome, describe
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+WriteEpoch = Callable[[Sequence[Split], Writer, bool, str], Outcome]
+"""Has splits read and written by workers; `icestream.worker.write_epoch` on a Spark session."""
 
 # Half a second doubling to thirty, ten times: some two minutes of trouble are bridged.
 RETRIES_MAX = 10
@@ -54,6 +55,7 @@ RETRY_SECONDS = 0.5
 RETRY_SECONDS_MAX = 30.0
 # A table's schema may need several steps until it takes an epoch; each adds columns.
 REWRITES_MAX = 50
+TABLES_IN_PARALLEL = 8
 
 
 class State(StrEnum):
@@ -128,11 +130,11 @@ class Pipeline:
     """One source, one sink, many tables."""
 
     def __init__(
-        self, name: str, spark: SparkSession, source: Source, sink: Sink, cadence: Cadence
+        self, name: str, source: Source, sink: Sink, cadence: Cadence, write_epoch: WriteEpoch
     ):
         self.name = name
         self.health = Health(name)
-        self._spark = spark
+        self._write_epoch = write_epoch
         self._source = source
         self._sink = sink
         self._cadence = cadence
@@ -162,6 +164,8 @@ class Pipeline:
             self._source.close()
 
     def _run(self, once: bool) -> None:
+        if once and self._nothing_to_do():
+            return
         progress = self._sink.claim(self._source.tables())
         resume = resume_point(progress)
         self._number, self._durable = resume.number, resume.at
@@ -170,29 +174,44 @@ class Pipeline:
             self._source.position(resume.at) or "the beginning",
             extra={"pipeline": self.name, "epoch": resume.number},
         )
-        self._finish(resume)
-        for table, mine in {**self._without_history(progress), **resume.replays}.items():
-            self._replay(table, mine)
+        finished = self._finish(resume)
+        behind = {**self._without_history(progress), **resume.replays}
+        for table, mine in behind.items():
+            if table not in finished:
+                self._replay(table, mine)
         self.health.become(State.RUNNING)
         self._stream(once)
 
-    def _finish(self, resume: Resume) -> None:
-        """Bring an epoch that only some tables carry to the others, with the same bounds."""
+    def _nothing_to_do(self) -> bool:
+        """Whether a run would leave everything as it is; then it need not even claim the tables."""
+        progress = self._sink.durable(self._source.tables())
+        resume = resume_point(progress)
+        self._durable = resume.at
+        behind = resume.unfinished or resume.replays or self._without_history(progress)
+        return not behind and not self._source.available(resume.at)
+
+    def _finish(self, resume: Resume) -> set[str]:
+        """Bring an epoch that only some tables carry to the others, with the same bounds.
+
+        Returns the tables that got it.
+        """
         epoch = resume.unfinished
         if epoch is None:
-            return
+            return set()
         self._retry(lambda: self._source.available(epoch.lower))
         splits = [s for s in self._source.splits(epoch) if s.table not in resume.carriers]
         written = self._write(epoch, splits, len(resume.carriers))
-        self._commit(epoch, splits, written)
         missing = resume.tables - len(resume.carriers)
-        found = len({json.loads(report)["table"] for report in written.reports})
-        if found != missing:
+        found = {str(json.loads(report)["table"]) for report in written.reports}
+        if len(found) != missing:
             raise HistoryLost(
                 f"the source no longer has all of epoch {epoch.number}",
-                detail=f"{missing} tables lack it and the source has changes for {found} of them.",
+                detail=f"{missing} tables lack it and the source has changes for {len(found)}.",
                 hint="Restore what was removed from the source, or build these tables anew.",
             )
+        self._commit(epoch, splits, written)
+        self._durable = epoch.upper
+        return found
 
     def _without_history(self, progress: Mapping[str, Progress]) -> dict[str, Progress]:
         """Tables of the source that never took an epoch although the pipeline is past the start.
@@ -304,8 +323,8 @@ class Pipeline:
         labels = self._source.summary(epoch)
         for _ in range(REWRITES_MAX):
             with self._tables_lock:
-                usable = [split for split in splits if self._prepared(split)]
-                tables = sorted({split.table for split in usable})
+                tables = self._prepared({split.table for split in splits})
+                usable = [split for split in splits if split.table in tables]
                 writer = self._sink.writer(epoch, tables)
             failpoints.reach(failpoints.BEFORE_WRITE)
             try:
@@ -330,10 +349,18 @@ class Pipeline:
 
     def _write_once(self, epoch: Epoch, splits: Sequence[Split], writer: Writer) -> Outcome:
         description = f"icestream {self.name} epoch {epoch.number}"
-        return write_epoch(self._spark, splits, writer, self._source.keyed, description)
+        return self._write_epoch(splits, writer, self._source.keyed, description)
 
-    def _prepared(self, split: Split) -> bool:
-        return self._sink.prepare(split.table, lambda: self._source.shape(split.table))
+    def _prepared(self, tables: Iterable[str]) -> list[str]:
+        """The tables that are ready to be written to; some may have to be created first."""
+
+        def prepare(table: str) -> bool:
+            return self._sink.prepare(table, lambda: self._source.shape(table))
+
+        names = sorted(tables)
+        with ThreadPoolExecutor(TABLES_IN_PARALLEL, "prepare") as pool:
+            ready = list(pool.map(prepare, names))
+        return [table for table, there in zip(names, ready, strict=True) if there]
 
     def _commit(self, epoch: Epoch, splits: Sequence[Split], written: Written) -> None:
         """Commit what was written; files that a table no longer takes are written again."""

@@ -59,6 +59,10 @@ class Written:
 class Sink(Protocol):
     """Where changes go. Used by the coordinator alone."""
 
+    def durable(self, tables: Sequence[str]) -> Mapping[str, Progress]:
+        """The progress of each of the pipeline's tables that exist; nothing is claimed."""
+        ...
+
     def claim(self, tables: Sequence[str]) -> Mapping[str, Progress]:
         """Take the pipeline over: publish the next generation in every table that exists.
 

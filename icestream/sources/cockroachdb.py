@@ -797,6 +797,8 @@ class CockroachdbFiles:
             return _sample_parquet(table, file, content, declared, key_known), []
         try:
             rows = _rows(file, content)
+            # A table must not be made from rows that no epoch can take.
+            _timestamps(file, rows)
             kinds = {
                 name: declared.get(name) or infer_type(cells)
                 for name, cells in rows.columns.items()
@@ -831,6 +833,8 @@ def _sample_parquet(
         schema = pq.read_schema(pa.BufferReader(content))
     except (pa.ArrowInvalid, OSError) as error:
         raise file.damaged(str(error)) from error
+    if _PARQUET_UPDATED not in schema.names:
+        raise _no_timestamps(file)
     return [
         Column(name=column.name, type=_iceberg_type(column.type, declared, column.name))
         for column in schema

@@ -10,7 +10,8 @@ leaves the buffer, whatever is in it. The buffer must not change while cells poi
 
 `pyarrow.json` is the obvious way and does not fit: it refuses a column that holds `1.5` in one
 row and `"NaN"` in another, turns decimals into doubles and wants the types before it has seen
-the rows. Parsers that work row by row build Python objects and are ten times slower.
+the rows. Parsers that work row by row build Python objects: `json.loads` is more than
+ten times slower, and orjson, four times slower, turns decimals into doubles too.
 
 Kernels are compiled by numba at their first call and cached on disk, so only the first process
 that ever calls them waits.

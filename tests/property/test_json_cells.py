@@ -24,12 +24,8 @@ def refuse(constant: str) -> None:
 
 
 def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    # A lone surrogate in a name or value that a later duplicate hides is still one.
-    str(pairs).encode()
-    for name, value in pairs:
-        name.encode()
-        if isinstance(value, str):
-            value.encode()
+    # A lone surrogate counts even where a later duplicate hides it.
+    json.dumps(pairs, ensure_ascii=False).encode()
     return dict(pairs)
 
 

@@ -41,6 +41,11 @@ R = TypeVar("R")
 COMMITS_IN_PARALLEL = 8
 # The key in the source's order: identifier fields are a set and forget it.
 KEY_PROPERTY = "icestream.key"
+# Every commit writes a metadata file that lists all snapshots; without these they pile up.
+_NEW_TABLE_PROPERTIES = {
+    "write.metadata.delete-after-commit.enabled": "true",
+    "write.metadata.previous-versions-max": "100",
+}
 # Options under this name hold for every table that has none of its own.
 ANY_TABLE = "*"
 
@@ -146,6 +151,14 @@ class IcebergSink:
         given = self._table_options(table).table
         return TableName(namespace=namespace, name=given or table.rsplit(".", 1)[-1])
 
+    def durable(self, tables: Sequence[str]) -> Mapping[str, Progress]:
+        """What the tables remember; see `Sink.durable`."""
+        found = {}
+        for table, (_, head) in self.heads(tables).items():
+            refuse_rollback(head, table, self._pipeline)
+            found[table] = head.progress or Progress(pipeline=self._pipeline)
+        return found
+
     def claim(self, tables: Sequence[str]) -> Mapping[str, Progress]:
         """Take the pipeline over in every table that exists; see `Sink.claim`."""
         heads = self.heads(tables)
@@ -192,10 +205,9 @@ class IcebergSink:
 
     def writer(self, epoch: Epoch, tables: Sequence[str]) -> IcebergWriter:
         """A writer for the epoch's files of these tables, as they are now."""
-        for table in tables:
-            state = self._states[table]
-            if state.target is None:
-                state.target = state.handle.target(self._options.branch, state.key or ())
+        missing = {table: self._states[table] for table in tables if not self._states[table].target}
+        for table, target in self._each(missing, self._target).items():
+            self._states[table].target = target
         targets = {table: self._states[table].target for table in tables}
         return IcebergWriter(
             pipeline=self._pipeline,
@@ -276,9 +288,12 @@ class IcebergSink:
             return handle
         return handle if handle.has_tag(self._pipeline) else None
 
+    def _target(self, table: str, state: _TableState) -> WriteTarget:
+        return state.handle.target(self._options.branch, state.key or ())
+
     def _adopted(self, table: str) -> _TableState | None:
         """The state of a table that was found by its tag before the source named it."""
-        for name, state in self._states.items():
+        for name, state in list(self._states.items()):
             if state.handle.name == self.table_name(table):
                 self._states[table] = self._states.pop(name)
                 return state
@@ -295,6 +310,7 @@ class IcebergSink:
         properties = {
             "format-version": str(self._options.format_version),
             KEY_PROPERTY: json.dumps(list(shape.key)),
+            **_NEW_TABLE_PROPERTIES,
             **self._options.properties,
             **options.properties,
         }
