@@ -1,9 +1,9 @@
 """Change batches: Arrow tables with one row per change, and folding them to the last per key.
 
-A change batch has the columns `$op`, `$at`, `$seq`, the table's own columns, and optionally
-`$before`, a struct with the columns the table is partitioned by as they were before the change
-(null when unknown). `($at, $seq)` orders the changes of a key; two changes of a key at the same
-place are one change delivered twice. The dollar keeps the names apart from users' columns.
+A change batch has the columns `OP`, `AT`, `SEQ`, the table's own columns, and optionally
+`BEFORE`, a struct with the columns the table is partitioned by as they were before the change
+(null when unknown). `(AT, SEQ)` orders the changes of a key; two changes of a key at the same
+place are one change delivered twice.
 """
 
 from collections.abc import Sequence
@@ -13,11 +13,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-OP = "$op"
-AT = "$at"
-SEQ = "$seq"
-BEFORE = "$before"
-ROW = "$row"
+# No database takes a zero byte in a name, so no user's column is called like these.
+OP = "\0op"
+AT = "\0at"
+SEQ = "\0seq"
+BEFORE = "\0before"
 
 
 class Op(IntEnum):
@@ -31,8 +31,8 @@ class Op(IntEnum):
 class Folded:
     """The net effect of a batch: rows to write, and rows whose key must be deleted first.
 
-    `kept` has the last change of each key that leaves a row. `deleted` has, for each key that may
-    exist already, its first change, whose before-image is the row as the table has it.
+    `kept` has the last change of each key that leaves a row. `deleted` has each key that may exist
+    already, and its first change's before-image: the row as the table has it.
     """
 
     __slots__ = ("deleted", "kept")
@@ -52,16 +52,25 @@ def fold(changes: pa.Table, key: Sequence[str]) -> Folded:
     if changes.num_rows == 0:
         return Folded(changes, changes)
     ordered = _in_order(changes)
-    numbered = ordered.select(list(key)).append_column(
-        ROW, pa.array(np.arange(ordered.num_rows, dtype=np.int64))
-    )
-    edges = numbered.group_by(list(key), use_threads=False).aggregate([(ROW, "min"), (ROW, "max")])
-    first = edges.column(f"{ROW}_min").combine_chunks().to_numpy(zero_copy_only=False)
-    last = edges.column(f"{ROW}_max").combine_chunks().to_numpy(zero_copy_only=False)
+    # Numbers for names: Arrow would take a name such as `.id` for a path.
+    parts = {str(number): _groupable(ordered.column(name)) for number, name in enumerate(key)}
+    rows = pa.array(np.arange(ordered.num_rows, dtype=np.int64))
+    groups = pa.table({**parts, "row": rows}).group_by(list(parts), use_threads=False)
+    edges = groups.aggregate([("row", "min"), ("row", "max")])
+    first = edges.column("row_min").combine_chunks().to_numpy(zero_copy_only=False)
+    last = edges.column("row_max").combine_chunks().to_numpy(zero_copy_only=False)
     ops = ordered.column(OP).combine_chunks().to_numpy(zero_copy_only=False)
     kept = np.sort(last[ops[last] != Op.DELETE])
     deleted = np.sort(first[ops[first] != Op.INSERT])
-    return Folded(_take(ordered, kept), _take(ordered, deleted))
+    identity = [*key, BEFORE] if BEFORE in ordered.column_names else list(key)
+    return Folded(_take(ordered, kept), _take(ordered.select(identity), deleted))
+
+
+def _groupable(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Arrow groups by plain types only; a uuid's bytes tell it as well."""
+    if isinstance(column.type, pa.BaseExtensionType):
+        return column.cast(column.type.storage_type)
+    return column
 
 
 def _in_order(changes: pa.Table) -> pa.Table:
@@ -81,7 +90,7 @@ def _take(rows: pa.Table, indices: np.ndarray) -> pa.Table:
 
 
 def only_within(changes: pa.Table, lower: tuple[int, int], upper: tuple[int, int]) -> pa.Table:
-    """The changes at `($at, $seq)` in the half-open span `[lower, upper)`."""
+    """The changes at `(AT, SEQ)` in the half-open span `[lower, upper)`."""
     at, seq = changes.column(AT), changes.column(SEQ)
     inside = pc.and_(_not_before(at, seq, lower), pc.invert(_not_before(at, seq, upper)))
     return changes.filter(inside)

@@ -51,12 +51,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="icestream", description="Change data capture into Apache Iceberg, exactly once."
     )
     commands = parser.add_subparsers(required=True, metavar="command")
-    shared = argparse.ArgumentParser(add_help=False)
-    shared.add_argument("--json", action="store_true", help="print JSON for programs")
-    shared.add_argument(
-        "--log", default="info", choices=["debug", "info", "warning", "error"], help="log level"
-    )
-    with_file = argparse.ArgumentParser(add_help=False, parents=[shared])
+    with_file = argparse.ArgumentParser(add_help=False, parents=[_shared_options("info")])
     with_file.add_argument("file", help="the pipeline file")
     with_file.add_argument(
         "--pipeline", action="append", default=[], metavar="NAME", help="only this pipeline"
@@ -86,11 +81,23 @@ def _parser() -> argparse.ArgumentParser:
     way.add_argument("--replay", action="store_true", help="apply the undone epochs again")
     way.add_argument("--accept", action="store_true", help="leave them undone and go on")
     rollback.set_defaults(command=_rollback)
-    demo = commands.add_parser("demo", parents=[shared], help="show the main job end to end")
+    demo = commands.add_parser(
+        "demo", parents=[_shared_options("warning")], help="show the main job end to end"
+    )
     demo.add_argument("--seconds", type=float, default=None, help="end after about this time")
     demo.add_argument("--folder", default="icestream-demo", help="where the demo keeps its files")
-    demo.set_defaults(command=_demo, log="warning")
+    demo.set_defaults(command=_demo)
     return parser
+
+
+def _shared_options(log_level: str) -> argparse.ArgumentParser:
+    """Options of every command; one parser each, for a shared one would share its defaults."""
+    shared = argparse.ArgumentParser(add_help=False)
+    shared.add_argument("--json", action="store_true", help="print JSON for programs")
+    shared.add_argument(
+        "--log", default=log_level, choices=["debug", "info", "warning", "error"], help="log level"
+    )
+    return shared
 
 
 def _run(options: argparse.Namespace) -> int:

@@ -229,7 +229,7 @@ def open_source(config: PipelineConfig, spark: SparkSession) -> CockroachdbFiles
     def index(tasks: Sequence[IndexTask]) -> Sequence[Any]:
         return map_tasks(spark, tasks)
 
-    return CockroachdbFiles(config.source, config.name, index)
+    return CockroachdbFiles(config.source, config.name, index, config.cadence.epoch_bytes_max)
 
 
 def open_pipeline(config: PipelineConfig, spark: SparkSession) -> Pipeline:

@@ -4,6 +4,7 @@ import json
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import reduce
 
 from icestream.errors import ProgressLost, check
 from icestream.frontier import START, Frontier
@@ -57,7 +58,7 @@ class Resume:
 
     `number` is the highest epoch in use and `at` the frontier up to which all tables are complete.
     `unfinished` is an epoch that only its `carriers` have: it is minted again with the same bounds
-    for the others. `replays` are tables that lie behind `at` because they were rolled back.
+    for the others. `replays` are tables that lie behind because they were rolled back.
     """
 
     number: int
@@ -72,49 +73,44 @@ def resume_point(progress: Mapping[str, Progress]) -> Resume:
     """Derive from what the tables remember where to go on.
 
     Epoch n starts to be committed only when every table of n-1 has committed, so all before the
-    highest epoch found is complete. That one is complete when as many tables carry it as took part.
+    highest epoch found is complete. That one is complete when as many tables carry it as took part;
+    whether a table that was rolled back did, nobody knows, and its replay brings the epoch anyway.
     The smallest frontier over the tables would be wrong: it asks the source for history that it
     has rightly forgotten, because of a table that was merely idle.
     """
-    settled = {name: mine for name, mine in progress.items() if not mine.replaying and mine.epoch}
-    # When every table was rolled back the furthest of them is the pipeline's frontier.
-    counted = settled or progress
-    number = max((mine.epoch for mine in counted.values()), default=0)
-    carriers = {name: mine for name, mine in counted.items() if mine.epoch == number}
-    highest = max((mine.epoch for mine in progress.values()), default=0)
-    if number == 0:
-        replays = {name: mine for name, mine in progress.items() if mine.epoch}
+    started = [mine for mine in progress.values() if mine.epoch]
+    if not started:
         return Resume(
-            number=highest,
-            at=START,
-            unfinished=None,
-            carriers=frozenset(),
-            tables=0,
-            replays=replays,
+            number=0, at=START, unfinished=None, carriers=frozenset(), tables=0, replays={}
         )
-    last = next(iter(carriers.values()))
+    last = reduce(_further, started)
+    carriers = {name: mine for name, mine in progress.items() if mine.epoch == last.epoch}
     if any(
         (m.lower, m.upper, m.tables) != (last.lower, last.upper, last.tables)
         for m in carriers.values()
     ):
         raise ProgressLost(
-            f"the tables of pipeline {last.pipeline} do not agree about epoch {number}",
+            f"the tables of pipeline {last.pipeline} do not agree about epoch {last.epoch}",
             detail=f"Tables: {', '.join(sorted(carriers))}.",
             hint="Two pipelines of one name write to different tables; rename one of them.",
         )
-    complete = len(carriers) >= last.tables or not settled
-    at = last.upper if complete else last.lower
-    behind = {
-        name: mine
-        for name, mine in progress.items()
-        if mine.replaying and not mine.upper.covers(at)
-    }
-    unfinished = None if complete else Epoch(number=number, lower=last.lower, upper=last.upper)
+    replaying = {name: mine for name, mine in progress.items() if mine.replaying}
+    behind = {name: m for name, m in replaying.items() if not m.upper.covers(last.upper)}
+    complete = len(carriers) >= last.tables
+    epoch = Epoch(number=last.epoch, lower=last.lower, upper=last.upper)
     return Resume(
-        number=highest,
-        at=at,
-        unfinished=unfinished,
-        carriers=frozenset(carriers),
+        number=max(mine.epoch for mine in started),
+        at=last.upper if complete else last.lower,
+        unfinished=None if complete else epoch,
+        # What a replay has brought past the epoch must not get it once more.
+        carriers=frozenset({*carriers, *replaying} - {*behind}),
         tables=last.tables,
         replays=behind,
     )
+
+
+def _further(one: Progress, other: Progress) -> Progress:
+    """The further of two; epochs of a replay have high numbers and old bounds."""
+    if one.upper == other.upper:
+        return max(one, other, key=lambda mine: mine.epoch)
+    return one if one.upper.covers(other.upper) else other

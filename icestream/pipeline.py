@@ -20,7 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
 from typing import TypeVar
@@ -117,6 +117,13 @@ class Cadence:
     epochs_in_flight: int = field(
         default=3, metadata={"doc": "Epochs that are read and written at the same time."}
     )
+    epoch_bytes_max: int = field(
+        default=1024**3,
+        metadata={
+            "doc": "Bytes of the source after which an epoch ends at the next boundary.",
+            "unit": "bytes",
+        },
+    )
     heartbeat_interval: float = field(
         default=0.0,
         metadata={
@@ -144,6 +151,8 @@ class Pipeline:
         self._durable = Frontier()
         self._durable_at = time.monotonic()
         self._pending: deque[Frontier] = deque()
+        age = metrics.EPOCH_AGE_SECONDS.labels(name)
+        age.set_function(lambda: time.monotonic() - self._durable_at)
 
     def stop(self) -> None:
         """Ask the loop to end after the commit it is in; callable from any thread."""
@@ -174,11 +183,10 @@ class Pipeline:
             self._source.position(resume.at) or "the beginning",
             extra={"pipeline": self.name, "epoch": resume.number},
         )
-        finished = self._finish(resume)
         behind = {**self._without_history(progress), **resume.replays}
+        self._finish(resume, behind)
         for table, mine in behind.items():
-            if table not in finished:
-                self._replay(table, mine)
+            self._replay(table, mine)
         self.health.become(State.RUNNING)
         self._stream(once)
 
@@ -188,30 +196,36 @@ class Pipeline:
         resume = resume_point(progress)
         self._durable = resume.at
         behind = resume.unfinished or resume.replays or self._without_history(progress)
-        return not behind and not self._source.available(resume.at)
+        try:
+            return not behind and not self._source.available(resume.at)
+        except HistoryLost:
+            # Another run may have moved on since the tables were read; a claim settles it.
+            return False
 
-    def _finish(self, resume: Resume) -> set[str]:
+    def _finish(self, resume: Resume, behind: Mapping[str, Progress]) -> None:
         """Bring an epoch that only some tables carry to the others, with the same bounds.
 
-        Returns the tables that got it.
+        Tables in `behind` lack more than this epoch: they get it in its turn, by their replay.
         """
         epoch = resume.unfinished
         if epoch is None:
-            return set()
+            return
         self._retry(lambda: self._source.available(epoch.lower))
-        splits = [s for s in self._source.splits(epoch) if s.table not in resume.carriers]
+        others = {*resume.carriers, *behind}
+        splits = [s for s in self._source.splits(epoch) if s.table not in others]
         written = self._write(epoch, splits, len(resume.carriers))
         missing = resume.tables - len(resume.carriers)
         found = {str(json.loads(report)["table"]) for report in written.reports}
-        if len(found) != missing:
+        if len(found) + len(behind) < missing:
             raise HistoryLost(
                 f"the source no longer has all of epoch {epoch.number}",
                 detail=f"{missing} tables lack it and the source has changes for {len(found)}.",
                 hint="Restore what was removed from the source, or build these tables anew.",
             )
-        self._commit(epoch, splits, written)
+        if found:
+            # The tables of an epoch must agree about how many they are.
+            self._commit(epoch, splits, replace(written, skipped=resume.tables - len(found)))
         self._durable = epoch.upper
-        return found
 
     def _without_history(self, progress: Mapping[str, Progress]) -> dict[str, Progress]:
         """Tables of the source that never took an epoch although the pipeline is past the start.
@@ -323,15 +337,15 @@ class Pipeline:
         labels = self._source.summary(epoch)
         for _ in range(REWRITES_MAX):
             with self._tables_lock:
-                tables = self._prepared({split.table for split in splits})
+                tables = self._retry(partial(self._prepared, {split.table for split in splits}))
                 usable = [split for split in splits if split.table in tables]
-                writer = self._sink.writer(epoch, tables)
+                writer = self._retry(partial(self._sink.writer, epoch, tables))
             failpoints.reach(failpoints.BEFORE_WRITE)
             try:
                 outcome = self._retry(partial(self._write_once, epoch, usable, writer))
             except SchemaGap as gap:
                 with self._tables_lock:
-                    self._sink.add_columns(gap.table, gap.columns)
+                    self._retry(partial(self._sink.add_columns, gap.table, gap.columns))
                 continue
             failpoints.reach(failpoints.AFTER_WRITE)
             metrics.ROWS_READ.labels(self.name).inc(outcome.rows)
@@ -358,8 +372,11 @@ class Pipeline:
             return self._sink.prepare(table, lambda: self._source.shape(table))
 
         names = sorted(tables)
+        # One table comes first: it makes the namespace, and decides between two runs that start
+        # at once. Side by side each run could claim some of the tables, and both would stop.
+        ready = [prepare(name) for name in names[:1]]
         with ThreadPoolExecutor(TABLES_IN_PARALLEL, "prepare") as pool:
-            ready = list(pool.map(prepare, names))
+            ready += pool.map(prepare, names[1:])
         return [table for table, there in zip(names, ready, strict=True) if there]
 
     def _commit(self, epoch: Epoch, splits: Sequence[Split], written: Written) -> None:
@@ -401,7 +418,6 @@ class Pipeline:
 
     def _observe(self) -> None:
         self.health.become(State.RUNNING)
-        metrics.EPOCH_AGE_SECONDS.labels(self.name).set(0)
         lag = self._source.lag_seconds(self._durable)
         if lag is not None:
             metrics.LAG_SECONDS.labels(self.name).set(lag)

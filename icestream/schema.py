@@ -14,29 +14,44 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.json as pajson
-from pydantic import ValidationError
+from pyiceberg.exceptions import ValidationError
 from pyiceberg.io.pyarrow import schema_to_pyarrow
 from pyiceberg.schema import Schema
 from pyiceberg.types import (
     BinaryType,
+    BooleanType,
     DecimalType,
     DoubleType,
     FixedType,
+    FloatType,
     IcebergType,
+    IntegerType,
     ListType,
     LongType,
     MapType,
     NestedField,
     StringType,
     StructType,
+    TimestampType,
+    TimestamptzType,
     TimeType,
     UUIDType,
 )
 
 from icestream.errors import ConfigInvalid, SchemaRejected
 
-# Any decimal text of at most this many digits survives the way through a double and back.
-_DOUBLE_DIGITS_EXACT = 15
+# Any decimal text of at most this many digits survives the way through the type and back.
+_DIGITS_EXACT = {pa.float32(): 6, pa.float64(): 15}
+# Leaves that Arrow's JSON reader gets right; it rounds floats and does not know the others.
+_READ_BY_ARROW = (
+    BooleanType,
+    IntegerType,
+    LongType,
+    DecimalType,
+    StringType,
+    TimestampType,
+    TimestamptzType,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +88,7 @@ def parse_type(text: str) -> IcebergType:
     try:
         field = {"id": 1, "name": "x", "type": text.strip().lower(), "required": False}
         return NestedField.model_validate(field).field_type
-    except (ValidationError, ValueError) as error:
+    except (ValueError, ValidationError) as error:
         raise ConfigInvalid(
             f"there is no type {text!r}",
             hint="Use Iceberg's names: boolean, int, long, float, double, decimal(p,s), date, "
@@ -158,32 +173,34 @@ def _failing_rows(text: pa.Array, kind: IcebergType, arrow_type: pa.DataType) ->
 
 
 def _cast(text: pa.Array, kind: IcebergType, arrow_type: pa.DataType) -> pa.Array:
+    if isinstance(kind, ListType | MapType | StructType):
+        return _nested(text, kind, arrow_type)
     special: dict[type, Callable[[pa.Array, pa.DataType], pa.Array]] = {
         StringType: lambda values, to: values.cast(to),
-        DoubleType: lambda values, to: _exact_doubles(values),
+        FloatType: _exact_floats,
+        DoubleType: _exact_floats,
         TimeType: lambda values, to: _times(values),
         UUIDType: lambda values, to: _uuids(values, to),
         BinaryType: lambda values, to: _bytes(values).cast(to),
         FixedType: lambda values, to: _bytes(values).cast(to),
-        ListType: _nested,
-        MapType: _nested,
-        StructType: _nested,
     }
     convert = special.get(type(kind))
     return convert(text, arrow_type) if convert else pc.cast(text, arrow_type)
 
 
-def _exact_doubles(text: pa.Array) -> pa.Array:
-    values = pc.cast(text, pa.float64())
-    long = pc.greater(pc.utf8_length(text), _DOUBLE_DIGITS_EXACT + 1)
-    differs = pc.and_(long, pc.not_equal(pc.cast(values, pa.string()), text))
-    suspicious = text.filter(differs)
+def _exact_floats(text: pa.Array, arrow_type: pa.DataType) -> pa.Array:
+    values = pc.cast(text, arrow_type)
+    shown = pc.cast(values, pa.string())
+    long = pc.greater(pc.utf8_length(text), _DIGITS_EXACT[arrow_type])
+    # An exponent leads out of the range that the type has digits for, however short the text is.
+    doubtful = pc.or_(long, pc.match_substring_regex(text, "[eE]"))
+    differs = pc.and_(doubtful, pc.not_equal(shown, text))
     # The same number has several spellings; only what is spelled otherwise is compared by value.
-    for original, double in zip(
-        suspicious.to_pylist(), values.filter(differs).to_pylist(), strict=True
+    for original, shortest in zip(
+        text.filter(differs).to_pylist(), shown.filter(differs).to_pylist(), strict=True
     ):
-        if Decimal(original).is_finite() and Decimal(original) != Decimal(repr(double)):
-            raise ValueError("a number has more digits than a double keeps")
+        if Decimal(original).is_finite() and Decimal(original) != Decimal(shortest):
+            raise ValueError("a number has more digits than its type keeps")
     return values
 
 
@@ -227,8 +244,10 @@ def _from_hex(digits: pa.Array) -> pa.Array:
     return pc.if_else(mask, pa.scalar(None, pa.binary()), values)
 
 
-def _nested(text: pa.Array, arrow_type: pa.DataType) -> pa.Array:
-    """JSON text of lists, maps and structs, parsed together by Arrow's JSON reader."""
+def _nested(text: pa.Array, kind: IcebergType, arrow_type: pa.DataType) -> pa.Array:
+    """JSON text of lists, maps and structs."""
+    if not _read_by_arrow(kind):
+        return _assembled([_loads(each) for each in text.to_pylist()], kind, arrow_type)
     if len(text) == 0:
         return pa.array([], arrow_type)
     lines = pc.binary_join_element_wise(
@@ -246,6 +265,78 @@ def _nested(text: pa.Array, arrow_type: pa.DataType) -> pa.Array:
     return parsed.column("v").combine_chunks().cast(arrow_type)
 
 
+def _read_by_arrow(kind: IcebergType) -> bool:
+    if isinstance(kind, ListType):
+        return _read_by_arrow(kind.element_type)
+    if isinstance(kind, StructType):
+        return all(_read_by_arrow(field.field_type) for field in kind.fields)
+    return isinstance(kind, _READ_BY_ARROW)
+
+
+def _loads(text: str | None) -> Any:
+    """A JSON value whose numbers are the digits as they were written."""
+
+    def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(dict(pairs)) < len(pairs):
+            raise ValueError("a name occurs twice in an object")
+        return dict(pairs)
+
+    if text is None:
+        return None
+    return json.loads(text, parse_int=str, parse_float=str, object_pairs_hook=distinct)
+
+
+def _assembled(values: Sequence[Any], kind: IcebergType, arrow_type: pa.DataType) -> pa.Array:
+    """A column put together from its leaves, each of which is cast as a column of its own."""
+    if isinstance(kind, StructType):
+        return _assembled_structs(values, kind, arrow_type)
+    if isinstance(kind, ListType | MapType):
+        return _assembled_lists(values, kind, arrow_type)
+    _refuse_unless(all(value is None or isinstance(value, str | bool) for value in values))
+    texts = [str(value).lower() if isinstance(value, bool) else value for value in values]
+    return _cast(pa.array(texts, pa.string()), kind, arrow_type)
+
+
+def _assembled_structs(
+    values: Sequence[Any], kind: StructType, arrow_type: pa.DataType
+) -> pa.Array:
+    names = {field.name for field in kind.fields}
+    _refuse_unless(all(v is None or (isinstance(v, dict) and v.keys() <= names) for v in values))
+    columns = [
+        _assembled(
+            [None if value is None else value.get(field.name) for value in values],
+            field.field_type,
+            arrow_type.field(field.name).type,
+        )
+        for field in kind.fields
+    ]
+    missing = pa.array([value is None for value in values], pa.bool_())
+    return pa.StructArray.from_arrays(columns, fields=list(arrow_type), mask=missing)
+
+
+def _assembled_lists(
+    values: Sequence[Any], kind: ListType | MapType, arrow_type: pa.DataType
+) -> pa.Array:
+    wanted = list if isinstance(kind, ListType) else dict
+    _refuse_unless(all(value is None or isinstance(value, wanted) for value in values))
+    missing = pa.array([value is None for value in values], pa.bool_())
+    offsets = np.cumsum([0, *(len(value or ()) for value in values)])
+    flat = [item for value in values for item in value or ()]
+    if isinstance(kind, ListType):
+        items = _assembled(flat, kind.element_type, arrow_type.value_type)
+        array = pa.LargeListArray if pa.types.is_large_list(arrow_type) else pa.ListArray
+        return array.from_arrays(offsets, items, type=arrow_type, mask=missing)
+    keys = _assembled(flat, kind.key_type, arrow_type.key_type)
+    under = [item for value in values for item in (value or {}).values()]
+    items = _assembled(under, kind.value_type, arrow_type.item_type)
+    return pa.MapArray.from_arrays(offsets, keys, items, type=arrow_type, mask=missing)
+
+
+def _refuse_unless(fits: bool) -> None:
+    if not fits:
+        raise ValueError("a value has another shape than its type")
+
+
 def _small(kind: pa.DataType) -> pa.DataType:
     """Arrow's JSON reader knows neither large nor extension types."""
     if pa.types.is_large_string(kind):
@@ -254,8 +345,6 @@ def _small(kind: pa.DataType) -> pa.DataType:
         return pa.list_(pa.field("element", _small(kind.value_type)))
     if pa.types.is_struct(kind):
         return pa.struct([(field.name, _small(field.type)) for field in kind])
-    if pa.types.is_map(kind):
-        return pa.map_(_small(kind.key_type), _small(kind.item_type))
     return kind
 
 

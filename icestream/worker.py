@@ -4,15 +4,17 @@
     split ──read──► changes ──► by key hash ══shuffle══► write  (else)
 
 Errors that a person must decide on are reported as values: a task that raised them would be
-retried for nothing and its message lost in Spark's. A task reports that it is done only after all
-its files are reported.
+retried for nothing and its message lost in Spark's. So are icestream's own defects. A task reports
+that it is done only after all its files are reported.
 """
 
 import json
 import pickle
 import struct
+import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -21,7 +23,7 @@ import pyarrow as pa
 from pyspark.sql import SparkSession
 
 from icestream import failpoints
-from icestream.errors import IcestreamError, check
+from icestream.errors import Broken, IcestreamError, check
 from icestream.schema import SchemaGap
 from icestream.sinks import Writer
 from icestream.sources import Split
@@ -37,6 +39,16 @@ _PIECE_ROWS = 65_536
 # Where a piece comes from: task, batch, row. Pieces arrive in any order, and a file must come out
 # the same however often its task is run.
 _PLACE = struct.Struct(">III")
+# What no second attempt makes go away: the same changes give them again, on every worker.
+_DEFECTS = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    NotImplementedError,
+    TypeError,
+    ValueError,
+)
+_FRAMES_SHOWN = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +144,8 @@ def _work(task: Task) -> Iterator[Row]:
         yield DONE, 0, pickle.dumps({"rows": read, "learned": task.split.learned()})
     except (IcestreamError, SchemaGap) as error:
         yield ERROR, 0, pickle.dumps(error)
+    except _DEFECTS as error:
+        yield ERROR, 0, pickle.dumps(_broken(error))
 
 
 def _by_bucket(changes: pa.Table, batch: int, task: Task) -> Iterator[Row]:
@@ -181,6 +195,19 @@ def _write_bucket(
             yield FILE, 0, report.encode()
     except IcestreamError as error:
         yield ERROR, 0, pickle.dumps(error)
+    except _DEFECTS as error:
+        yield ERROR, 0, pickle.dumps(_broken(error))
+
+
+def _broken(error: Exception) -> Broken:
+    """Where a worker broke; what the error says is left out, for it may quote a row."""
+    frames = traceback.extract_tb(error.__traceback__)[-_FRAMES_SHOWN:]
+    places = [f"{Path(frame.filename).name}:{frame.lineno}" for frame in frames]
+    return Broken(
+        "a worker met an error that nobody foresaw",
+        detail=f"{type(error).__name__} at {', '.join(places)}.",
+        hint="Nothing of the epoch was committed. Please report this as a defect of icestream.",
+    )
 
 
 def describe(reports: Sequence[str]) -> dict[str, int]:
@@ -217,3 +244,5 @@ def _run(task: Runnable) -> Iterator[Row]:
         yield DONE, 0, pickle.dumps(task.run())
     except IcestreamError as error:
         yield ERROR, 0, pickle.dumps(error)
+    except _DEFECTS as error:
+        yield ERROR, 0, pickle.dumps(_broken(error))

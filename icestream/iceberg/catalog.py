@@ -49,6 +49,8 @@ _CERTAIN = (
     "NoSuchTableException",
     "NoSuchNamespaceException",
 )
+# How Iceberg's library refuses metadata of another table under the same name.
+_UUID_DIFFERS = "UUID does not match"
 ANCESTORS_MAX = 100_000
 
 
@@ -205,9 +207,7 @@ class Table:
         Snapshots of others, compactions among them, are stepped over.
         """
         with _as_unavailable(f"could not read the metadata of table {self.name}"):
-            metadata = self._table.operations().refresh()
-            if metadata is None:
-                raise _gone(self.name)
+            metadata = self._fresh_metadata()
             snapshot = _latest(metadata, branch)
             newest, complete = self._newest_own(metadata, snapshot, pipeline)
             tagged = self._tagged(metadata, pipeline)
@@ -244,8 +244,10 @@ class Table:
         base = head.metadata
         if not failpoints.rule_on(failpoints.RULE_SWAP):
             base = self._table.operations().refresh()
-        with _commit_outcomes(self.name):
+        # Nothing is committed yet when the manifests cannot be written: that outcome is known.
+        with _as_unavailable(f"could not write the manifests of table {self.name}"):
             snapshot = self._apply(branch, files, summary)
+        with _commit_outcomes(self.name):
             parent = _latest(base, branch)
             if snapshot.parentId() != (parent.snapshotId() if parent else None):
                 raise CommitConflict(f"the head of table {self.name} moved before the swap")
@@ -366,6 +368,19 @@ class Table:
         finally:
             stream.close()
 
+    def _fresh_metadata(self) -> Any:
+        try:
+            metadata = self._table.operations().refresh()
+        except Py4JJavaError as error:
+            if "NoSuchTableException" in _class_names(error):
+                raise _gone(self.name) from error
+            if _UUID_DIFFERS in _reason(error):
+                raise replaced(self.name) from error
+            raise
+        if metadata is None:
+            raise _gone(self.name)
+        return metadata
+
     def _apply(self, branch: str, files: Sequence[FileClosed], summary: Mapping[str, str]) -> Any:
         deletes = [file for file in files if file.kind != DATA]
         update = self._table.newRowDelta() if deletes else self._table.newAppend()
@@ -451,6 +466,16 @@ def _gone(name: TableName) -> ProgressLost:
         f"table {name} is gone",
         detail="It was dropped or renamed while the pipeline was running.",
         hint="Restore the table, or start the pipeline anew to build it from the source.",
+    )
+
+
+def replaced(name: object) -> ProgressLost:
+    """The error for a table that is another one than the pipeline has written to."""
+    return ProgressLost(
+        f"table {name} was dropped and created anew",
+        detail="The table of this name is another one than the pipeline has written to.",
+        hint="Start the pipeline anew to continue with the new table from its own progress, "
+        "or restore the old one.",
     )
 
 
@@ -602,6 +627,8 @@ def _translated(error: Py4JJavaError, message: str) -> IcestreamError:
         )
     if "BadRequestException" in names:
         return ConfigInvalid(message, detail=reason, hint="The catalog refuses the request.")
+    if "ValidationException" in names:
+        return NeedsOperator(message, detail=reason, hint="Check the table's properties.")
     return TargetUnavailable(
         message, detail=reason, hint="Check that the catalog and its storage can be reached."
     )

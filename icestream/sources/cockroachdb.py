@@ -14,14 +14,14 @@ fetched may show the marker and hide the file. Files are therefore taken from a 
 began after the marker had been seen.
 """
 
-import logging
+import bisect
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import PurePosixPath
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import pyarrow as pa
@@ -54,7 +54,7 @@ from icestream.schema import (
 )
 from icestream.sources.json_cells import Cells, Kind, MalformedJson, elements, lines, members
 
-log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 RESOLVED = "resolved"
 MARKER_SUFFIX = ".RESOLVED"
@@ -341,13 +341,19 @@ class _Reader:
         return cast_text(cells.text(), name, self.kinds[name], self.arrow.field(name).type)
 
     def _before(self, before: Cells) -> pa.Array:
-        """The before-images, in the columns that the table has; null where there is none."""
+        """The before-images, in the columns that the table has; null where there is none.
+
+        One that lacks a column counts as none: a column that was dropped at the source still has
+        its old value in the table, and nobody knows which.
+        """
         known = {name: cells for name, cells in members(before).items() if name in self.kinds}
-        columns = [self._cast(cells, name) for name, cells in known.items()]
-        if not columns:
+        if len(known) < len(self.kinds):
             return pa.nulls(len(before), pa.struct([]))
-        absent = pa.array(before.kinds != Kind.OBJECT)
-        return pa.StructArray.from_arrays(columns, names=list(known), mask=absent)
+        columns = [self._cast(cells, name) for name, cells in known.items()]
+        absent = before.kinds != Kind.OBJECT
+        for cells in known.values():
+            absent = absent | (cells.kinds == Kind.MISSING)
+        return pa.StructArray.from_arrays(columns, names=list(known), mask=pa.array(absent))
 
     def _infer(self, cells: Cells, name: str) -> IcebergType | None:
         return self.declared.get(name) or infer_type(cells)
@@ -535,10 +541,13 @@ class IndexTask:
         if self.file.format == "parquet":
             return self._parquet(content)
         # A text that only looks like a timestamp widens the span, which costs a reading at worst.
-        found = [int(wall) for wall, _ in set(_UPDATED_IN_BYTES.findall(content))]
-        if not found:
+        found = _UPDATED_IN_BYTES.findall(content)
+        rows = content.count(b"\n") + (not content.endswith(b"\n"))
+        if len(found) < rows:
+            # Some row spells its timestamp otherwise, and may have any.
             return self.file.path, (0, 0), (2**62, 0)
-        return self.file.path, (min(found), 0), (max(found) + 1, 0)
+        walls = [int(wall) for wall, _ in set(found)]
+        return self.file.path, (min(walls), 0), (max(walls) + 1, 0)
 
     def _parquet(self, content: bytes) -> tuple[str, Position, Position]:
         try:
@@ -557,7 +566,14 @@ class CockroachdbFiles:
 
     keyed = False
 
-    def __init__(self, options: CockroachdbOptions, pipeline: str, index: IndexFiles):
+    def __init__(
+        self,
+        options: CockroachdbOptions,
+        pipeline: str,
+        index: IndexFiles,
+        epoch_bytes_max: int = 1024**3,
+    ):
+        self._epoch_bytes_max = epoch_bytes_max
         self._options = options
         self._pipeline = pipeline
         self._index = index
@@ -717,19 +733,33 @@ class CockroachdbFiles:
         return (max(before)[0] - REWIND_SECONDS * 1_000_000_000, 0)
 
     def _thinned(self, start: Position) -> list[Position]:
-        """Markers after `start` that are far enough apart; a last one that stays alone is taken."""
+        """Markers after `start` that are far enough apart, or have enough bytes between them.
+
+        A last one that stays alone is taken when its time is over.
+        """
         spacing = int(self._options.resolved_every * 1e9)
         waiting = sorted(m for m in self._markers if (m[0], m[1] + 1) > start)
+        sizes = self._bytes_before(waiting) if spacing else [0] * len(waiting)
         chosen: list[Position] = []
-        last = start[0] if start else 0
-        for marker in waiting:
-            if marker[0] - last >= spacing:
+        last, size = (start[0] if start else 0), 0
+        for marker, added in zip(waiting, sizes, strict=True):
+            size += added
+            if marker[0] - last >= spacing or size >= self._epoch_bytes_max:
                 chosen.append(marker)
-                last = marker[0]
+                last, size = marker[0], 0
         quiet = waiting and time.time_ns() - waiting[-1][0] >= spacing
         if quiet and waiting[-1] not in chosen:
             chosen.append(waiting[-1])
         return chosen
+
+    def _bytes_before(self, markers: Sequence[Position]) -> list[int]:
+        """About how many bytes each marker brings: those of files begun since the one before."""
+        sizes = [0] * len(markers)
+        for file in self._files.values():
+            number = bisect.bisect_left(markers, file.at)
+            if number < len(markers):
+                sizes[number] += file.size_bytes
+        return sizes
 
     def _index_unknown(self) -> None:
         """Learn the spans of files that several pending epochs would otherwise all have to read."""
@@ -763,15 +793,15 @@ class CockroachdbFiles:
             files=files,
             lower=lower,
             upper=upper,
-            declared=self._declared.get(table, {}),
-            source_key=list(self._options.keys.get(table, ())),
+            declared=_said_of(table, self._declared, {}),
+            source_key=list(_said_of(table, self._options.keys, ())),
         )
 
     def _infer_shape(self, table: str, sample: Sequence[FeedFile]) -> TableShape | None:
         """Columns and key of a table from its first rows."""
-        declared = self._declared.get(table, {})
+        declared = _said_of(table, self._declared, {})
         columns: dict[str, Column] = {}
-        key = list(self._options.keys.get(table, ()))
+        key = list(_said_of(table, self._options.keys, ()))
         read = 0
         for file in sample:
             if read > _SAMPLE_BYTES and columns and key:
@@ -807,6 +837,11 @@ class CockroachdbFiles:
             return columns, [] if key_known else find_key(table, file, rows)
         except MalformedJson as error:
             raise file.damaged(f"Row {error.row + 1}, byte {error.offset}: {error}.") from error
+
+
+def _said_of(table: str, options: Mapping[str, T], nothing: T) -> T:
+    """What the options say of a table, by its full name or by the last part of it."""
+    return options.get(table, options.get(table.rsplit(".", 1)[-1], nothing))
 
 
 def _current(folder: str, oldest_day: Any) -> bool:

@@ -29,7 +29,14 @@ from icestream.iceberg.catalog import (
 from icestream.iceberg.files import FileClosed
 from icestream.schema import Column, TableShape, new_schema, schema_from_json
 from icestream.sinks import Committed, StaleWrite, Written
-from icestream.sinks.iceberg.commit import Commit, publish_claim, publish_epoch, refuse_rollback
+from icestream.sinks.iceberg.commit import (
+    Commit,
+    publish_claim,
+    publish_epoch,
+    refuse_rollback,
+    refuse_successor,
+    rival_run,
+)
 from icestream.sinks.iceberg.writer import IcebergWriter
 
 log = logging.getLogger(__name__)
@@ -39,6 +46,8 @@ V = TypeVar("V")
 R = TypeVar("R")
 
 COMMITS_IN_PARALLEL = 8
+# Each further listing means that another run made tables meanwhile; that ends with its claim.
+LISTINGS_MAX = 10
 # The key in the source's order: identifier fields are a set and forget it.
 KEY_PROPERTY = "icestream.key"
 # Every commit writes a metadata file that lists all snapshots; without these they pile up.
@@ -122,13 +131,17 @@ def catalog_properties(options: IcebergSinkOptions) -> dict[str, str]:
 
 
 class _TableState:
-    """What this run knows of one table."""
+    """What this run knows of one table.
 
-    __slots__ = ("handle", "key", "progress", "target")
+    `proven` says that a successor claims the table before it lists tables for the last time.
+    """
+
+    __slots__ = ("handle", "key", "progress", "proven", "target")
 
     def __init__(self, handle: Table, progress: Progress):
         self.handle = handle
         self.progress = progress
+        self.proven = False
         self.key: Sequence[str] | None = None
         self.target: WriteTarget | None = None
 
@@ -166,15 +179,27 @@ class IcebergSink:
             refuse_rollback(head, table, self._pipeline)
         found = [head.progress.generation for _, head in heads.values() if head.progress]
         self._generation = 1 + max(found, default=0)
-        handles = [(table, heads[table][0]) for table in sorted(heads)]
+        handles = {table: heads[table][0] for table in sorted(heads)}
         # The first table decides between two runs that start at once: claiming all tables in
         # parallel could give each run some of them and stop both.
-        for part in (handles[:1], handles[1:]):
-            claimed = self._each(dict(part), lambda _, handle: self._claim(handle))
-            for table, handle in part:
-                self._states[table] = _TableState(handle, claimed[table])
-            failpoints.reach(failpoints.AFTER_CLAIM)
+        self._take_over(dict(itertools.islice(handles.items(), 1)))
+        for _ in range(LISTINGS_MAX):
+            self._take_over({t: handle for t, handle in handles.items() if t not in self._states})
+            # A run that is still active may have made tables since they were listed; from the
+            # claims on it makes no more (`_refuse_rivals`).
+            handles = self._existing(tables) if handles else {}
+            if handles.keys() <= self._states.keys():
+                break
+        else:
+            raise rival_run(max(handles))
+        self._all_proven()
         return {table: state.progress for table, state in self._states.items()}
+
+    def _take_over(self, handles: Mapping[str, Table]) -> None:
+        claimed = self._each(handles, lambda _, handle: self._claim(handle))
+        for table, handle in handles.items():
+            self._states[table] = _TableState(handle, claimed[table])
+        failpoints.reach(failpoints.AFTER_CLAIM)
 
     def heads(self, tables: Sequence[str]) -> dict[str, tuple[Table, Head]]:
         """The pipeline's tables that exist, each with its head; nothing is claimed."""
@@ -191,6 +216,8 @@ class IcebergSink:
             if handle is None:
                 return False
             state = _TableState(handle, self._claim(handle))
+            if state.progress.epoch:
+                raise rival_run(table)
             self._states[table] = state
         if state.key is None:
             state.key = self._key(table, state.handle, shape)
@@ -205,6 +232,8 @@ class IcebergSink:
 
     def writer(self, epoch: Epoch, tables: Sequence[str]) -> IcebergWriter:
         """A writer for the epoch's files of these tables, as they are now."""
+        if not all(self._states[table].proven for table in tables):
+            self._refuse_rivals()
         missing = {table: self._states[table] for table in tables if not self._states[table].target}
         for table, target in self._each(missing, self._target).items():
             self._states[table].target = target
@@ -290,6 +319,32 @@ class IcebergSink:
 
     def _target(self, table: str, state: _TableState) -> WriteTarget:
         return state.handle.target(self._options.branch, state.key or ())
+
+    def _refuse_rivals(self) -> None:
+        """Make sure that this run still owns the pipeline before it writes to new tables.
+
+        A new table is on no successor's list. So it is claimed first, and then a table that every
+        successor claims is looked at; a successor claims first, and then lists tables again. Either
+        this run sees the claim or the successor sees the table. As long as there is no such table,
+        each run looks at all that there are.
+        """
+        branch = self._options.branch
+        handles = {table: state.handle for table, state in self._states.items()}
+        proven = [table for table, state in self._states.items() if state.proven][:1]
+        if not proven:
+            own = {handle.name for handle in handles.values()}
+            for handle in self._existing(()).values():
+                if handle.name not in own and handle.has_tag(self._pipeline):
+                    raise rival_run(str(handle.name))
+        looked_at = {table: handles[table] for table in proven or handles}
+        heads = self._each(looked_at, lambda _, handle: handle.head(self._pipeline, branch))
+        for table, head in heads.items():
+            refuse_successor(head, table, self._generation)
+        self._all_proven()
+
+    def _all_proven(self) -> None:
+        for state in self._states.values():
+            state.proven = True
 
     def _adopted(self, table: str) -> _TableState | None:
         """The state of a table that was found by its tag before the source named it."""

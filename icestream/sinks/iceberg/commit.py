@@ -35,7 +35,7 @@ from icestream.errors import (
     TargetUnavailable,
 )
 from icestream.iceberg import progress as summaries
-from icestream.iceberg.catalog import Head
+from icestream.iceberg.catalog import Head, replaced
 from icestream.iceberg.files import DATA, FileClosed
 from icestream.sinks import Committed, StaleWrite
 
@@ -141,6 +141,20 @@ def refuse_rollback(head: Head, table: str, pipeline: str) -> None:
     )
 
 
+def refuse_successor(head: Head, table: str, generation: int) -> None:
+    """Raise `Fenced` when a newer run than that of `generation` has claimed the table."""
+    if head.progress is not None and head.progress.generation > generation:
+        raise _fenced(table, head.progress, generation)
+
+
+def rival_run(table: str) -> Fenced:
+    """The error for a table that another run of the same pipeline has made meanwhile."""
+    return Fenced(
+        f"another run of the same pipeline has made table {table}",
+        hint="Nothing is lost; start again when only one run is active.",
+    )
+
+
 def _published(head: Head, own_batch: str, commit: Commit, attempted: bool) -> bool:
     """Whether the epoch is in the table already: by an attempt whose answer was lost."""
     if attempted and not failpoints.rule_on(failpoints.RULE_READ_BACK):
@@ -154,12 +168,7 @@ def _check(head: Head, commit: Commit) -> None:
     if failpoints.rule_on(failpoints.RULE_FENCE) and found.generation > commit.new.generation:
         raise _fenced(commit.table, found, commit.new.generation)
     if commit.written_for is not None and head.uuid != commit.written_for[0]:
-        raise ProgressLost(
-            f"table {commit.table} was dropped and created anew",
-            detail="The table of this name is another one than the pipeline has written to.",
-            hint="Start the pipeline anew to continue with the new table from its own progress, "
-            "or restore the old one.",
-        )
+        raise replaced(commit.table)
     if failpoints.rule_on(failpoints.RULE_CONTINUITY):
         refuse_rollback(head, commit.table, commit.new.pipeline)
         if found != commit.expected:

@@ -27,6 +27,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyiceberg.partitioning import PartitionSpec
 from pyiceberg.schema import Schema
+from pyiceberg.types import NestedField, StructType
 
 from icestream.change import BEFORE, fold
 from icestream.errors import SchemaRejected
@@ -110,7 +111,8 @@ class _Share:
             for partition, part in _by_partition(keys, keys, self.spec, self.schema):
                 yield target.spec_id, partition, part
             return
-        if BEFORE not in rows.column_names:
+        needed = {_path(self.schema.fields, field.source_id)[0] for field in self.spec.fields}
+        if BEFORE not in rows.column_names or not needed <= _names(rows.column(BEFORE).type):
             yield target.global_spec_id, {}, keys
             return
         before = rows.column(BEFORE).combine_chunks()
@@ -178,11 +180,9 @@ def _by_partition(
         return
     values = {}
     for field in spec.fields:
-        source = schema.find_field(field.source_id)
-        column = images.column(source.name).combine_chunks()
-        if isinstance(column, pa.ExtensionArray):
-            column = column.storage
-        values[str(field.field_id)] = field.transform.pyarrow_transform(source.field_type)(column)
+        kind = schema.find_type(field.source_id)
+        column = _plain(_column(images, _path(schema.fields, field.source_id)))
+        values[str(field.field_id)] = field.transform.pyarrow_transform(kind)(column)
     names = list(values)
     # Void gives nulls of the source's type; dictionary codes make any column comparable.
     codes = pa.table({name: _codes(array) for name, array in values.items()}).append_column(
@@ -199,6 +199,33 @@ def _by_partition(
             for name in names
         }
         yield partition, rows.take(indices.values)
+
+
+def _path(fields: Sequence[NestedField], field_id: int) -> list[str]:
+    """The names that lead to a field, from the outermost struct to itself; empty if not there."""
+    for field in fields:
+        if field.field_id == field_id:
+            return [field.name]
+        if isinstance(field.field_type, StructType):
+            if inner := _path(field.field_type.fields, field_id):
+                return [field.name, *inner]
+    return []
+
+
+def _column(rows: pa.Table, path: Sequence[str]) -> pa.Array:
+    column = rows.column(path[0]).combine_chunks()
+    return pc.struct_field(column, path[1:]) if path[1:] else column
+
+
+def _names(struct: pa.StructType) -> set[str]:
+    return {field.name for field in struct}
+
+
+def _plain(column: pa.Array) -> pa.Array:
+    """The column in a type that transforms and sorting know."""
+    if isinstance(column, pa.ExtensionArray):
+        return column.storage
+    return column.cast(pa.binary()) if pa.types.is_large_binary(column.type) else column
 
 
 def _codes(array: pa.Array) -> pa.Array:
@@ -229,4 +256,5 @@ def _sorted(rows: pa.Table, columns: Sequence[tuple[str, bool]]) -> pa.Table:
     if not columns:
         return rows
     keys = [(name, "ascending" if ascending else "descending") for name, ascending in columns]
-    return rows.take(pc.sort_indices(rows, sort_keys=keys))
+    plain = pa.table({name: _plain(_column(rows, [name])) for name, _ in columns})
+    return rows.take(pc.sort_indices(plain, sort_keys=keys))

@@ -1,0 +1,287 @@
+"""An Iceberg catalog in memory: what `IcebergSink` needs of a catalog and its tables, and no more.
+
+Metadata is immutable and swapped as a whole, by the rule that REST catalogs follow: a commit lands
+only if the branch and the pipeline's tag still are where the committer saw them. Every call goes
+through a `Wire`, which a simulation replaces by one that loses, delays and duplicates.
+"""
+
+import itertools
+import json
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from icestream import failpoints
+from icestream.epoch import Progress
+from icestream.errors import CommitConflict, CommitUnknown, IcestreamError, TargetUnavailable
+from icestream.iceberg import progress as summaries
+from icestream.iceberg.catalog import Head, NewTable, TableName, WriteTarget
+from icestream.iceberg.files import FileClosed
+from icestream.schema import Column
+
+T = TypeVar("T")
+
+UNPARTITIONED = '{"spec-id":0,"fields":[]}'
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """One commit; `paths` are the files it added."""
+
+    id: int
+    parent: int | None
+    operation: str
+    summary: Mapping[str, str]
+    paths: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metadata:
+    """One state of a table."""
+
+    uuid: str
+    schema_id: int
+    schema_json: str
+    properties: Mapping[str, str]
+    snapshots: Mapping[int, Snapshot] = field(default_factory=dict)
+    refs: Mapping[str, int] = field(default_factory=dict)
+
+    def head(self, branch: str) -> Snapshot | None:
+        """The newest snapshot of a branch; one that does not exist yet starts where main is."""
+        found = self.refs.get(branch, self.refs.get("main"))
+        return self.snapshots[found] if found is not None else None
+
+    def ancestry(self, branch: str = "main") -> Iterator[Snapshot]:
+        """The snapshots of a branch from its head back to the first."""
+        snapshot = self.head(branch)
+        while snapshot is not None:
+            yield snapshot
+            parent = snapshot.parent
+            snapshot = self.snapshots[parent] if parent is not None else None
+
+    def with_snapshot(self, snapshot: Snapshot, branch: str, tag: str | None) -> "Metadata":
+        """The state after a commit to the branch; the tag follows it."""
+        refs = {**self.refs, branch: snapshot.id, **({tag: snapshot.id} if tag else {})}
+        return replace(self, snapshots={**self.snapshots, snapshot.id: snapshot}, refs=refs)
+
+
+class Wire:
+    """How requests reach the catalog; this one delivers every request and every answer."""
+
+    def ask(self, request: Callable[[], T]) -> T:
+        """A question, which changes nothing."""
+        return request()
+
+    def send(self, request: Callable[[], T], lost: type[IcestreamError], what: str) -> T:
+        """A change; `lost` is what the client raises when no answer comes."""
+        return request()
+
+
+class Lake:
+    """The state that all clients share: tables by name, and side files by path."""
+
+    def __init__(self) -> None:
+        self.tables: dict[TableName, Metadata] = {}
+        self.side_files: dict[str, bytes] = {}
+        self._ids = itertools.count(1)
+
+    def next_id(self) -> int:
+        """A snapshot id that was never used."""
+        return next(self._ids)
+
+    def foreign_commit(
+        self, name: TableName, operation: str, summary: Mapping[str, str] = {}
+    ) -> None:
+        """A snapshot by somebody else on the table's main branch."""
+        metadata = self.tables[name]
+        head = metadata.head("main")
+        snapshot = Snapshot(
+            id=self.next_id(),
+            parent=head.id if head else None,
+            operation=operation,
+            summary=dict(summary),
+            paths=(),
+        )
+        pipeline = summary.get(summaries.PIPELINE)
+        tag = summaries.tag_name(pipeline) if pipeline else None
+        self.tables[name] = metadata.with_snapshot(snapshot, "main", tag)
+
+    def roll_back(self, name: TableName, snapshot_id: int | None) -> None:
+        """Somebody sets the main branch back to an older snapshot, or to nothing."""
+        metadata = self.tables[name]
+        refs = {ref: at for ref, at in metadata.refs.items() if ref != "main"}
+        if snapshot_id is not None:
+            refs["main"] = snapshot_id
+        self.tables[name] = replace(metadata, refs=refs)
+
+    def evolve(self, name: TableName, columns: Sequence[Column] = ()) -> None:
+        """The table gets a new schema, with further columns or just a new id."""
+        metadata = self.tables[name]
+        schema = json.loads(metadata.schema_json)
+        known = {column["name"] for column in schema["fields"]}
+        for column in columns:
+            if column.name not in known:
+                schema["fields"].append(
+                    {
+                        "id": 1 + max(known_field["id"] for known_field in schema["fields"]),
+                        "name": column.name,
+                        "required": False,
+                        "type": json.loads(column.type.model_dump_json()),
+                    }
+                )
+        schema["schema-id"] = metadata.schema_id + 1
+        self.tables[name] = replace(
+            metadata, schema_id=metadata.schema_id + 1, schema_json=json.dumps(schema)
+        )
+
+
+class MemoryCatalog:
+    """What `IcebergSink` needs of `icestream.iceberg.catalog.Catalog`."""
+
+    def __init__(self, lake: Lake, wire: Wire | None = None):
+        self._lake = lake
+        self._wire = wire or Wire()
+
+    def load(self, name: TableName) -> "MemoryTable | None":
+        return self._wire.ask(
+            lambda: MemoryTable(self._lake, name, self._wire) if name in self._lake.tables else None
+        )
+
+    def create(self, name: TableName, new: NewTable) -> "MemoryTable":
+        def make() -> MemoryTable:
+            if name not in self._lake.tables:
+                self._lake.tables[name] = Metadata(
+                    # Names are drawn once per lake, so that a seed gives the same uuids again.
+                    uuid=str(uuid.uuid5(uuid.NAMESPACE_URL, f"{name}/{self._lake.next_id()}")),
+                    schema_id=0,
+                    schema_json=new.schema_json,
+                    properties=dict(new.properties),
+                )
+            return MemoryTable(self._lake, name, self._wire)
+
+        return self._wire.send(make, TargetUnavailable, f"creating {name}")
+
+    def names(self, namespace: tuple[str, ...]) -> list[TableName]:
+        return self._wire.ask(
+            lambda: [name for name in self._lake.tables if name.namespace == namespace]
+        )
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
+class MemoryTable:
+    """What `IcebergSink` needs of `icestream.iceberg.catalog.Table`.
+
+    Like the real one a handle keeps the metadata it saw last; only `head` looks afresh.
+    """
+
+    def __init__(self, lake: Lake, name: TableName, wire: Wire):
+        self.name = name
+        self._lake = lake
+        self._wire = wire
+        self._current = lake.tables[name]
+
+    def head(self, pipeline: str, branch: str) -> Head:
+        self._current = metadata = self._wire.ask(lambda: self._lake.tables[self.name])
+        snapshot = metadata.head(branch)
+        newest = next(
+            (s for s in metadata.ancestry(branch) if s.summary.get(summaries.PIPELINE) == pipeline),
+            None,
+        )
+        tagged = metadata.refs.get(summaries.tag_name(pipeline))
+        rolled_back = tagged is not None and (newest is None or newest.id != tagged)
+        return Head(
+            uuid=metadata.uuid,
+            snapshot_id=snapshot.id if snapshot else None,
+            schema_id=metadata.schema_id,
+            spec_id=0,
+            progress=self._progress(newest) if newest else None,
+            batch_id=newest.summary.get(summaries.BATCH_ID) if newest else None,
+            claim_id=newest.summary.get(summaries.CLAIM) if newest else None,
+            progress_snapshot_id=newest.id if newest else None,
+            rolled_back_from=self._progress(metadata.snapshots[tagged]) if rolled_back else None,
+            metadata=metadata,
+        )
+
+    def publish(
+        self, head: Head, branch: str, files: Sequence[FileClosed], summary: Mapping[str, str]
+    ) -> int:
+        tag = summaries.tag_name(summary[summaries.PIPELINE])
+        base: Metadata = head.metadata
+
+        def swap() -> int:
+            current = self._lake.tables[self.name]
+            seen = base if failpoints.rule_on(failpoints.RULE_SWAP) else current
+            if any(current.refs.get(ref) != seen.refs.get(ref) for ref in (branch, tag)):
+                raise CommitConflict(f"the head of table {self.name} has changed")
+            parent = seen.head(branch)
+            snapshot = Snapshot(
+                id=self._lake.next_id(),
+                parent=parent.id if parent else None,
+                operation="overwrite" if any(f.kind != "data" for f in files) else "append",
+                summary=dict(summary),
+                paths=[file.path for file in files],
+            )
+            self._lake.tables[self.name] = current.with_snapshot(snapshot, branch, tag)
+            return snapshot.id
+
+        return self._wire.send(swap, CommitUnknown, f"{_told(summary)} in {self.name}")
+
+    def target(self, branch: str, equality_columns: Sequence[str]) -> WriteTarget:
+        return WriteTarget(
+            table=str(self.name),
+            uuid=self._current.uuid,
+            location=f"memory/{self.name}",
+            schema_id=self._current.schema_id,
+            schema_json=self._current.schema_json,
+            spec_id=0,
+            spec_json=UNPARTITIONED,
+            global_spec_id=0,
+            one_spec=True,
+            sort_columns=(),
+            sort_order_id=0,
+            properties=self._current.properties,
+            io_properties={},
+            equality_columns=list(equality_columns),
+        )
+
+    def has_tag(self, pipeline: str) -> bool:
+        return summaries.tag_name(pipeline) in self._current.refs
+
+    def properties(self) -> dict[str, str]:
+        return dict(self._current.properties)
+
+    def schema_json(self) -> str:
+        return self._current.schema_json
+
+    def identifier_columns(self) -> list[str]:
+        schema: dict[str, Any] = json.loads(self._current.schema_json)
+        ids = schema.get("identifier-field-ids", [])
+        return sorted(column["name"] for column in schema["fields"] if column["id"] in ids)
+
+    def add_columns(self, columns: Sequence[Column]) -> None:
+        self._wire.send(
+            lambda: self._lake.evolve(self.name, columns),
+            TargetUnavailable,
+            f"adding columns to {self.name}",
+        )
+        self._current = self._lake.tables[self.name]
+
+    def write_side_file(self, name: str, content: bytes) -> str:
+        path = f"memory/{self.name}/metadata/{name}"
+        self._lake.side_files[path] = content
+        return path
+
+    def _progress(self, snapshot: Snapshot) -> Progress:
+        return summaries.from_summary(snapshot.summary, self._lake.side_files.__getitem__)
+
+
+def _told(summary: Mapping[str, str]) -> str:
+    """A commit in few words, for traces."""
+    generation, epoch = summary[summaries.GENERATION], summary[summaries.EPOCH]
+    if summaries.BATCH_ID not in summary:
+        return f"claim {generation} at epoch {epoch}"
+    span = f"{summary.get(summaries.LOWER)} to {summary.get(summaries.FRONTIER)}"
+    return f"epoch {epoch} by {generation}, {span}, of {summary[summaries.EPOCH_TABLES]} tables"

@@ -1,0 +1,498 @@
+"""The Iceberg sink: which tables a pipeline has, who owns them, and what an epoch brings them."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+from pyiceberg.types import LongType, StringType
+
+from icestream.epoch import Epoch, Progress
+from icestream.errors import Broken, ConfigInvalid, Fenced, RolledBack
+from icestream.frontier import START, Frontier
+from icestream.iceberg import progress as summaries
+from icestream.iceberg.catalog import NewTable, TableName
+from icestream.iceberg.files import DATA, FileClosed
+from icestream.schema import Column, TableShape, new_schema
+from icestream.sinks import StaleWrite, Written
+from icestream.sinks.iceberg import (
+    IcebergSink,
+    IcebergSinkOptions,
+    TableOptions,
+    catalog_properties,
+    collect,
+)
+from tests.property.memory import Lake, MemoryCatalog, Wire
+
+T = TypeVar("T")
+
+SHAPE = TableShape(
+    columns=[Column(name="id", type=LongType()), Column(name="note", type=StringType())],
+    key=["id"],
+)
+
+
+def name(table: str) -> TableName:
+    return TableName(namespace=("shop",), name=table)
+
+
+def sink(lake: Lake, wire: Wire | None = None, **options: object) -> IcebergSink:
+    given = IcebergSinkOptions(**{"namespace": "shop", **options})
+    return IcebergSink(MemoryCatalog(lake, wire), given, "p")
+
+
+def epoch(number: int, lower: int, upper: int) -> Epoch:
+    start = Frontier({"log": (lower,)}) if lower else START
+    return Epoch(number=number, lower=start, upper=Frontier({"log": (upper,)}))
+
+
+def report(table: str, number: int, path: str | None = None, **changes: object) -> str:
+    file = FileClosed(
+        table=table,
+        epoch=number,
+        batch_id="b",
+        worker="w",
+        schema_id=0,
+        spec_id=0,
+        path=path or f"{table}-{number}.parquet",
+        kind=DATA,
+        record_count=1,
+        size_bytes=1,
+        partition={},
+    )
+    return replace(file, **changes).to_json()
+
+
+def commit(owner: IcebergSink, at: Epoch, *tables: str, **changes: object) -> list[str]:
+    """Have an epoch written and committed; returns the tables that took it."""
+    for table in tables:
+        owner.prepare(table, lambda: SHAPE)
+    given = {
+        "epoch": at,
+        "reports": [report(table, at.number) for table in tables],
+        "skipped": 0,
+        "writer": owner.writer(at, tables),
+        "labels": {},
+    }
+    return [result.table for result in owner.commit(Written(**{**given, **changes}))]
+
+
+def paths(lake: Lake, table: str) -> list[str]:
+    history = list(lake.tables[name(table)].ancestry())[::-1]
+    return [path for snapshot in history for path in snapshot.paths]
+
+
+def remembered(lake: Lake, table: str) -> Progress | None:
+    found = MemoryCatalog(lake).load(name(table))
+    return found.head("p", "main").progress if found else None
+
+
+class Interrupted(Wire):
+    """Does something else once, just before the question of a given number."""
+
+    def __init__(self, question: int, what: Callable[[], object]):
+        self._left = question
+        self._what = what
+
+    def ask(self, request: Callable[[], T]) -> T:
+        self._left -= 1
+        if self._left == 0:
+            self._what()
+        return request()
+
+
+def test_a_report_that_comes_twice_is_taken_once():
+    """I4: a repeated path is dropped."""
+    again = report("a", 3)
+    tables = collect([again, report("b", 3), again, report("a", 3, "x.parquet")], 3)
+    assert {table: [file.path for file in files] for table, files in tables.items()} == {
+        "a": ["a-3.parquet", "x.parquet"],
+        "b": ["b-3.parquet"],
+    }
+
+
+def test_two_different_files_under_one_path_are_refused():
+    """I4: a repeated path with another hash means that a task did not write the same twice."""
+    with pytest.raises(Broken, match=r"two different files were reported under a-3\.parquet"):
+        collect([report("a", 3), report("a", 3, record_count=2)], 3)
+
+
+def test_a_file_of_another_epoch_is_refused():
+    """I4: files are collected by table and epoch."""
+    with pytest.raises(Broken, match="belongs to epoch 4"):
+        collect([report("a", 3)], 4)
+
+
+def test_nothing_reported_is_nothing_collected():
+    """E9: an epoch with no change makes no snapshot."""
+    assert collect([], 1) == {}
+
+
+def test_the_embedded_catalog_is_the_default_with_absolute_paths(monkeypatch, tmp_path):
+    """I1: a SQLite catalog named icestream and a warehouse under ./icestream-data."""
+    monkeypatch.chdir(tmp_path)
+    properties = catalog_properties(IcebergSinkOptions())
+    assert properties["name"] == "icestream"
+    assert properties["uri"] == f"jdbc:sqlite:{tmp_path}/icestream-data/catalog.db"
+    assert properties["warehouse"] == f"{tmp_path}/icestream-data/warehouse"
+    assert properties["jdbc.schema-version"] == "V1"
+
+
+def test_a_given_catalog_is_handed_on_as_it_is():
+    """I1: configured as a plain map handed to Iceberg."""
+    given = {"type": "rest", "uri": "http://localhost:8181", "warehouse": "s3://lake/", "x": 1}
+    expected = {**given, "x": "1"}
+    assert catalog_properties(IcebergSinkOptions(catalog=given)) == expected
+    named = {"type": "rest", "uri": "http://localhost:8181", "warehouse": "prod"}
+    assert catalog_properties(IcebergSinkOptions(catalog=named)) == named
+
+
+def test_relative_paths_of_a_local_catalog_become_absolute(monkeypatch, tmp_path):
+    """U7: every process means the same place."""
+    monkeypatch.chdir(tmp_path)
+    given = {"type": "jdbc", "uri": "jdbc:sqlite:lake.db", "warehouse": "./warehouse"}
+    properties = catalog_properties(IcebergSinkOptions(catalog=given))
+    assert properties["uri"] == f"jdbc:sqlite:{tmp_path}/lake.db"
+    assert properties["warehouse"] == str(Path(tmp_path, "warehouse"))
+
+
+def test_a_source_table_takes_the_last_part_of_its_name_or_the_given_one():
+    """I10: names in the catalog."""
+    owner = sink(Lake(), namespace="a.b", tables={"db.public.t": TableOptions(table="orders")})
+    assert owner.table_name("db.public.u") == TableName(namespace=("a", "b"), name="u")
+    assert owner.table_name("db.public.t").name == "orders"
+
+
+def test_two_source_tables_that_go_into_one_are_refused():
+    """U3: the configuration says which name to change."""
+    with pytest.raises(ConfigInvalid, match="two source tables go into one") as caught:
+        sink(Lake()).claim(["a.orders", "b.orders"])
+    assert "a.orders, b.orders" in caught.value.detail
+
+
+def test_a_table_is_created_from_the_source_with_what_the_options_say():
+    """I10: identifier fields, properties; a table's own options win."""
+    lake = Lake()
+    owner = sink(
+        lake,
+        format_version=3,
+        properties={"a": "1", "b": "1"},
+        tables={"t": TableOptions(properties={"b": "2"})},
+    )
+    owner.claim([])
+    assert owner.prepare("t", lambda: SHAPE)
+    metadata = lake.tables[name("t")]
+    assert metadata.properties["format-version"] == "3"
+    assert (metadata.properties["a"], metadata.properties["b"]) == ("1", "2")
+    assert json.loads(metadata.schema_json)["identifier-field-ids"] == [1]
+    assert json.loads(metadata.properties["icestream.key"]) == ["id"]
+
+
+def test_a_table_of_which_nothing_is_known_is_not_created():
+    """C5: deletes of unknown keys do not make a table."""
+    lake = Lake()
+    owner = sink(lake)
+    owner.claim([])
+    assert not owner.prepare("t", lambda: None)
+    assert lake.tables == {}
+
+
+def test_the_key_is_the_given_one_then_the_remembered_one_then_the_sources():
+    """I8: equality_delete_by, else the identifier columns."""
+    lake = Lake()
+    first = sink(lake)
+    first.claim([])
+    commit(first, epoch(1, 0, 5), "t")
+    for options, key in [
+        ({}, ["id"]),
+        ({"equality_delete_by": ["note"]}, ["note"]),
+        ({"tables": {"t": TableOptions(equality_delete_by=["note", "id"])}}, ["note", "id"]),
+    ]:
+        owner = sink(lake, **options)
+        owner.claim(["t"])
+        owner.prepare("t", lambda: None)
+        assert list(owner.writer(epoch(2, 5, 6), ["t"]).key("t")) == key
+
+
+def test_an_existing_table_is_identified_by_its_own_columns():
+    """I10: an existing table is used as it is."""
+    lake = Lake()
+    schema = new_schema(SHAPE).model_dump_json()
+    MemoryCatalog(lake).create(name("t"), NewTable(schema_json=schema))
+    owner = sink(lake)
+    owner.claim(["t"])
+    owner.prepare("t", lambda: None)
+    assert list(owner.writer(epoch(1, 0, 1), ["t"]).key("t")) == ["id"]
+
+
+def test_deleting_by_a_column_that_the_table_lacks_is_refused():
+    """U3: the error names the columns there are."""
+    owner = sink(Lake(), equality_delete_by=["idd"])
+    owner.claim([])
+    with pytest.raises(ConfigInvalid, match="has no column idd") as caught:
+        owner.prepare("t", lambda: SHAPE)
+    assert "id, note" in caught.value.detail
+
+
+def test_an_epoch_is_one_snapshot_in_each_of_its_tables():
+    """E1, I14: only tables with changes commit, and each knows how many take part."""
+    lake = Lake()
+    owner = sink(lake)
+    owner.claim([])
+    assert commit(owner, epoch(1, 0, 5), "a", "b") == ["a", "b"]
+    assert commit(owner, epoch(2, 5, 9), "a") == ["a"]
+    assert (paths(lake, "a"), paths(lake, "b")) == (["a-1.parquet", "a-2.parquet"], ["b-1.parquet"])
+    assert [remembered(lake, table).tables for table in ("a", "b")] == [1, 2]
+    assert remembered(lake, "a").upper == Frontier({"log": (9,)})
+
+
+def test_tables_that_carry_the_epoch_already_are_counted():
+    """I14: the tables of an epoch agree about how many they are."""
+    lake = Lake()
+    owner = sink(lake)
+    owner.claim([])
+    commit(owner, epoch(1, 0, 5), "a", skipped=2)
+    assert remembered(lake, "a").tables == 3
+
+
+def test_a_start_takes_the_next_generation_in_every_table():
+    """E6: found by the pipeline's tag, also when the source does not name them yet."""
+    lake = Lake()
+    first = sink(lake)
+    first.claim([])
+    commit(first, epoch(1, 0, 5), "a", "b")
+    second = sink(lake)
+    progress = second.claim(["a"])
+    assert {table: mine.generation for table, mine in progress.items()} == {"a": 2, "b": 2}
+    assert {mine.epoch for mine in progress.values()} == {1}
+
+
+def test_a_table_that_others_feed_is_left_alone():
+    """E6: only named tables and those that bear the pipeline's tag are claimed."""
+    lake = Lake()
+    schema = new_schema(SHAPE).model_dump_json()
+    MemoryCatalog(lake).create(name("foreign"), NewTable(schema_json=schema))
+    assert sink(lake).claim([]) == {}
+    assert list(lake.tables[name("foreign")].ancestry()) == []
+
+
+def test_what_is_durable_is_read_without_claiming():
+    """C6: status and a run without work leave the tables as they are."""
+    lake = Lake()
+    owner = sink(lake)
+    owner.claim([])
+    commit(owner, epoch(1, 0, 5), "a")
+    before = lake.tables[name("a")]
+    assert sink(lake).durable(["a", "b"])["a"] == remembered(lake, "a")
+    assert lake.tables[name("a")] is before
+
+
+def test_a_run_that_was_succeeded_cannot_commit():
+    """E6: a zombie that wakes up after its successor started can never commit."""
+    lake = Lake()
+    zombie = sink(lake)
+    zombie.claim([])
+    commit(zombie, epoch(1, 0, 5), "a")
+    sink(lake).claim([])
+    with pytest.raises(Fenced):
+        commit(zombie, epoch(2, 5, 9), "a")
+    assert paths(lake, "a") == ["a-1.parquet"]
+
+
+def test_a_run_that_was_succeeded_cannot_begin_a_new_table():
+    """E6: a new table is on no successor's list, so the run looks at a table that is."""
+    lake = Lake()
+    zombie = sink(lake)
+    zombie.claim([])
+    commit(zombie, epoch(1, 0, 5), "a")
+    sink(lake).claim([])
+    with pytest.raises(Fenced, match="newer run of pipeline p has taken over table a"):
+        commit(zombie, epoch(2, 5, 9), "b")
+    assert paths(lake, "b") == []
+
+
+@pytest.mark.parametrize("question", range(1, 12))
+def test_a_table_made_while_a_successor_starts_is_claimed_or_refused(question):
+    """E6: whenever it is made, either the successor finds it or the older run is refused."""
+    lake = Lake()
+    older = sink(lake)
+    older.claim([])
+    commit(older, epoch(1, 0, 5), "a")
+    made: list[str] = []
+
+    def make() -> None:
+        try:
+            made.extend(commit(older, epoch(2, 5, 9), "b"))
+        except Fenced:
+            made.append("refused")
+
+    claimed = sink(lake, Interrupted(question, make)).claim(["a"])
+    if made == ["b"]:
+        assert claimed["b"].epoch == 2
+    assert made == ["b"] or "b" not in claimed or claimed["b"].epoch == 0
+    with pytest.raises(Fenced):
+        commit(older, epoch(3, 9, 12), "a", "b")
+
+
+@pytest.mark.parametrize("question", range(2, 12))
+def test_of_two_first_runs_that_begin_with_different_tables_one_is_refused(question):
+    """E6: without a common table each looks at all that there are."""
+    lake = Lake()
+    other = sink(lake)
+    other.claim([])
+    outcomes: list[str] = []
+
+    def begin(owner: IcebergSink, table: str) -> None:
+        try:
+            outcomes.extend(commit(owner, epoch(1, 0, 5), table))
+        except Fenced:
+            outcomes.append("refused")
+
+    one = sink(lake, Interrupted(question, lambda: begin(other, "b")))
+    one.claim([])
+    begin(one, "a")
+    if len(outcomes) == 1:
+        begin(other, "b")
+    assert len(outcomes) == 2
+    assert "refused" in outcomes
+
+
+def test_a_table_that_another_run_has_filled_meanwhile_stops_the_run():
+    """E6: its changes would be applied twice."""
+    lake = Lake()
+    owner = sink(lake)
+    owner.claim([])
+    rival = summaries.to_summary(
+        Progress(pipeline="p", epoch=1, upper=Frontier({"log": (5,)}), tables=1), lambda *_: ""
+    )
+    schema = new_schema(SHAPE).model_dump_json()
+    MemoryCatalog(lake).create(name("t"), NewTable(schema_json=schema))
+    lake.foreign_commit(name("t"), "append", rival)
+    with pytest.raises(Fenced, match="another run of the same pipeline"):
+        owner.prepare("t", lambda: SHAPE)
+
+
+def test_a_changed_schema_is_told_and_then_taken():
+    """I6, I11: files that a table no longer takes are written again for its new schema."""
+    lake = Lake()
+    owner = sink(lake)
+    owner.claim([])
+    commit(owner, epoch(1, 0, 5), "a")
+    stale = owner.writer(epoch(2, 5, 9), ["a"])
+    lake.evolve(name("a"))
+    with pytest.raises(StaleWrite):
+        commit(owner, epoch(2, 5, 9), "a", writer=stale)
+    assert commit(owner, epoch(2, 5, 9), "a") == ["a"]
+    assert paths(lake, "a") == ["a-1.parquet", "a-2.parquet"]
+
+
+def test_added_columns_are_in_the_next_writers_schema():
+    """I11: add column."""
+    lake = Lake()
+    owner = sink(lake)
+    owner.claim([])
+    owner.prepare("a", lambda: SHAPE)
+    assert "extra" not in owner.writer(epoch(1, 0, 5), ["a"]).schema_json("a")
+    owner.add_columns("a", [Column(name="extra", type=LongType())])
+    assert "extra" in owner.writer(epoch(1, 0, 5), ["a"]).schema_json("a")
+
+
+def test_writers_of_one_run_never_share_a_name():
+    """I2: files of one writer never overwrite those of another."""
+    lake = Lake()
+    owner = sink(lake)
+    owner.claim([])
+    owner.prepare("a", lambda: SHAPE)
+    runs = {owner.writer(epoch(1, 0, 5), ["a"]).run for _ in range(3)}
+    assert len(runs) == 3
+
+
+def test_a_heartbeat_makes_a_frontier_durable_without_files():
+    """E9: an empty commit on the first table."""
+    lake = Lake()
+    owner = sink(lake)
+    owner.claim([])
+    assert not owner.heartbeat(epoch(1, 0, 3))
+    commit(owner, epoch(1, 0, 5), "b", "a")
+    assert owner.heartbeat(epoch(2, 5, 9))
+    assert remembered(lake, "a").upper == Frontier({"log": (9,)})
+    assert remembered(lake, "b").upper == Frontier({"log": (5,)})
+    assert not owner.heartbeat(epoch(3, 9, 10), "unknown")
+
+
+def rolled_back() -> Lake:
+    """A table with three epochs that somebody set back to its first."""
+    lake = Lake()
+    owner = sink(lake)
+    owner.claim([])
+    for number in (1, 2, 3):
+        commit(owner, epoch(number, 5 * (number - 1), 5 * number), "a")
+    first = [s for s in lake.tables[name("a")].ancestry() if "a-1.parquet" in s.paths]
+    lake.roll_back(name("a"), first[0].id)
+    return lake
+
+
+def test_a_rollback_stops_every_start_until_it_is_settled():
+    """E8: say so and offer both ways."""
+    lake = rolled_back()
+    for start in (sink(lake).claim, sink(lake).durable):
+        with pytest.raises(RolledBack, match="table a was rolled back"):
+            start([])
+
+
+def test_a_rollback_can_be_replayed():
+    """E8: replay from the older frontier."""
+    lake = rolled_back()
+    progress = sink(lake).settle_rollback("a", replay=True)
+    assert (progress.epoch, progress.replaying) == (1, True)
+    (claimed,) = sink(lake).claim([]).values()
+    assert (claimed.upper, claimed.replaying) == (Frontier({"log": (5,)}), True)
+
+
+def test_a_rollback_can_be_accepted():
+    """E8: accept the rollback and go on."""
+    lake = rolled_back()
+    progress = sink(lake).settle_rollback("a", replay=False)
+    assert (progress.epoch, progress.replaying) == (3, False)
+    (claimed,) = sink(lake).claim([]).values()
+    assert claimed.upper == Frontier({"log": (15,)})
+    assert paths(lake, "a") == ["a-1.parquet"]
+
+
+def test_a_run_from_before_the_rollback_cannot_go_on():
+    """E6, E8: settling takes the next generation."""
+    lake = Lake()
+    owner = sink(lake)
+    owner.claim([])
+    commit(owner, epoch(1, 0, 5), "a")
+    lake.roll_back(name("a"), None)
+    sink(lake).settle_rollback("a", replay=False)
+    with pytest.raises(Fenced):
+        commit(owner, epoch(2, 5, 9), "a")
+
+
+@pytest.mark.parametrize("table", ["a", "missing"])
+def test_there_is_nothing_to_settle_without_a_rollback(table):
+    """E8: the command refuses what it was not made for."""
+    lake = Lake()
+    owner = sink(lake)
+    owner.claim([])
+    commit(owner, epoch(1, 0, 5), "a")
+    with pytest.raises(ConfigInvalid):
+        sink(lake).settle_rollback(table, replay=True)
+
+
+def test_the_worst_error_of_several_tables_is_raised():
+    """E6: being fenced in one table weighs more than lost progress in another."""
+    lake = Lake()
+    owner = sink(lake)
+    owner.claim([])
+    commit(owner, epoch(1, 0, 5), "a", "b")
+    for table, changed in (("a", {"tables": 7}), ("b", {"generation": 9})):
+        progress = replace(remembered(lake, table), **changed)
+        lake.foreign_commit(name(table), "append", summaries.to_summary(progress, lambda *_: ""))
+    with pytest.raises(Fenced, match="taken over table b"):
+        commit(owner, epoch(2, 5, 9), "a", "b")
+    assert len(paths(lake, "a")) == len(paths(lake, "b")) == 1
