@@ -103,6 +103,11 @@ class ParquetSplit:
         """The file's changes."""
         yield pq.read_table(self.path, memory_map=True)
 
+    @property
+    def size_bytes(self) -> int:
+        """The file's size."""
+        return Path(self.path).stat().st_size
+
     def learned(self) -> Any:
         """Nothing."""
         return None

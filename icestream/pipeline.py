@@ -29,6 +29,7 @@ from icestream import failpoints, metrics
 from icestream.epoch import Epoch, Progress, Resume, resume_point
 from icestream.errors import (
     CommitUnknown,
+    ConfigInvalid,
     Fenced,
     HistoryLost,
     IcestreamError,
@@ -131,6 +132,10 @@ class Cadence:
             "unit": "duration",
         },
     )
+
+    def __post_init__(self) -> None:
+        if self.epochs_in_flight < 1:
+            raise ConfigInvalid("epochs_in_flight must be at least 1")
 
 
 class Pipeline:
@@ -349,6 +354,7 @@ class Pipeline:
                 continue
             failpoints.reach(failpoints.AFTER_WRITE)
             metrics.ROWS_READ.labels(self.name).inc(outcome.rows)
+            metrics.BYTES_READ.labels(self.name).inc(sum(split.size_bytes for split in usable))
             for learned in outcome.learned:
                 self._source.learn(learned)
             return Written(

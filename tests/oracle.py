@@ -55,7 +55,9 @@ class RandomFeed:
     @staticmethod
     def create(path: Path, seed: int, **options: object) -> "RandomFeed":
         return RandomFeed(
-            folder=FeedFolder(path), random=random.Random(seed), **options  # type: ignore[arg-type]
+            folder=FeedFolder(path),
+            random=random.Random(seed),
+            **options,  # type: ignore[arg-type]
         )
 
     def epoch(self, changes: int) -> Hlc:
@@ -103,7 +105,7 @@ class RandomFeed:
             row = {
                 "id": key,
                 "region": self.random.choice(["eu", "us", "asia"]),
-                "note": self.random.choice(["", "ä \"quoted\" \\ text", "plain", None]),
+                "note": self.random.choice(["", 'ä "quoted" \\ text', "plain", None]),
                 "amount": self.random.randrange(10**6),
                 "ok": self.random.random() < 0.5,
             }

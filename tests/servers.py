@@ -180,7 +180,12 @@ class JavaProcess:
                 pipe.close()
 
     def _spawn(self, classpath: Sequence[Path]) -> subprocess.Popen[bytes]:
-        command = [str(java_home() / "bin" / "java"), *JAVA_OPTIONS, "-cp", os.pathsep.join(map(str, classpath))]
+        command = [
+            str(java_home() / "bin" / "java"),
+            *JAVA_OPTIONS,
+            "-cp",
+            os.pathsep.join(map(str, classpath)),
+        ]
         # The gateway exits at the end of its standard input, which comes when this process dies.
         # A parent-death signal would not do: it fires when the starting *thread* ends.
         command += ["py4j.GatewayServer", "--die-on-broken-pipe", "--enable-auth", "0"]

@@ -22,6 +22,11 @@ class Split(Protocol):
         """The table's name at the source."""
         ...
 
+    @property
+    def size_bytes(self) -> int:
+        """How much of the source reading it takes."""
+        ...
+
     def read(self, schema_json: str, key: Sequence[str]) -> Iterator[pa.Table]:
         """Change batches in the columns of the table's schema.
 

@@ -243,6 +243,11 @@ class FileSplit:
             lower = self.lower or (0, 0)
             yield only_within(changes, (lower[0], lower[1]), (self.upper[0], self.upper[1]))
 
+    @property
+    def size_bytes(self) -> int:
+        """The size of its files as they lie in storage."""
+        return sum(file.size_bytes for file in self.files)
+
     def learned(self) -> dict[str, tuple[Position, Position]]:
         """The span of timestamps in each file that was read."""
         return self.ranges
@@ -643,7 +648,11 @@ class CockroachdbFiles:
             first, last = self._spans.get(file.path, ((), (2**62, 0)))
             if self._wanted(file.topic) and first < upper and last > lower:
                 wanted.setdefault(file.topic, []).append(file)
-        self._samples.update(wanted)
+        for table, found in wanted.items():
+            # Later epochs are planned before this one is written: its rows must stay in the sample,
+            # or a table whose next epoch only deletes would seem to be nothing yet.
+            if table not in self._shapes:
+                self._samples[table] = list(dict.fromkeys([*self._samples.get(table, ()), *found]))
         return [
             self._split(table, files, lower, upper)
             for table, whole in wanted.items()

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
 from pathlib import Path
@@ -112,30 +113,33 @@ def daily(folder: Path) -> None:
     """Files are written so."""
 
 
-@pytest.mark.parametrize(
-    ("write", "compression", "arrange"),
-    [
-        pytest.param(wrapped, "", daily, id="ndjson-daily"),
-        pytest.param(wrapped, ".gz", hourly, id="gzip-hourly"),
-        pytest.param(wrapped, ".zst", flat, id="zstd-flat"),
-        pytest.param(bare, "", hourly, id="bare-hourly"),
-        pytest.param(parquet, "", flat, id="parquet-flat"),
-        pytest.param(parquet, "", daily, id="parquet-daily"),
-    ],
-)
+@dataclass(frozen=True)
+class Form:
+    """How a feed's files are written, packed and arranged."""
+
+    write: Write
+    compression: str
+    arrange: Callable[[Path], None]
+
+
+FORMS = {
+    "ndjson-daily": Form(wrapped, "", daily),
+    "gzip-hourly": Form(wrapped, ".gz", hourly),
+    "zstd-flat": Form(wrapped, ".zst", flat),
+    "bare-hourly": Form(bare, "", hourly),
+    "parquet-flat": Form(parquet, "", flat),
+    "parquet-daily": Form(parquet, "", daily),
+}
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
 def test_every_file_format_and_folder_layout_gives_the_same_tables(
-    write: Write,
-    compression: str,
-    arrange: Callable[[Path], None],
-    spark: SparkSession,
-    embedded: dict[str, str],
-    local: Lake,
-    tmp_path: Path,
+    form: Form, spark: SparkSession, embedded: dict[str, str], local: Lake, tmp_path: Path
 ) -> None:
     """C1, C3: JSON plain and packed, both envelopes, Parquet; daily, hourly and flat folders."""
-    log = Changelog(folder=FeedFolder(tmp_path / "feed", compression))
-    write_log(log, write)
-    arrange(tmp_path / "feed")
+    log = Changelog(folder=FeedFolder(tmp_path / "feed", form.compression))
+    write_log(log, form.write)
+    form.arrange(tmp_path / "feed")
     source = {"keys": {"orders": ["id"]}, "columns": {"orders": COLUMNS}}
     run_once(spark, document(tmp_path / "feed", embedded, "shop", source))
     epochs = local.epochs("shop.orders")
@@ -299,6 +303,21 @@ def test_a_feed_on_s3_is_taken_through_a_sink_url_into_a_rest_catalog(
         (3,): "first",
     }
     assert len(lake.epochs(f"{namespace}.bought")) == 2
+
+
+def test_rows_of_a_tables_first_epoch_stay_when_its_next_epochs_only_delete(
+    spark: SparkSession, embedded: dict[str, str], local: Lake, tmp_path: Path
+) -> None:
+    """E3, E5, I10: later epochs are planned while the first one still makes the table."""
+    log = Changelog.at(tmp_path / "feed")
+    log.put("orders", *({"id": number, "name": f"n{number}"} for number in range(4)))
+    log.resolve()
+    for number in range(3):
+        log.remove("orders", number)
+        log.resolve()
+    run_once(spark, document(tmp_path / "feed", embedded))
+    assert len(local.epochs("shop.orders")) == 4
+    assert by_key(local.rows("shop.orders"), ["id"]) == log.expected("orders")
 
 
 def test_several_tables_in_one_folder_each_get_their_own_snapshots_at_shared_timestamps(

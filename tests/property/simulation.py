@@ -195,6 +195,10 @@ class StreamSplit:
     def read(self, schema_json: str, key: Sequence[str]) -> Iterator[Any]:
         raise NotImplementedError
 
+    @property
+    def size_bytes(self) -> int:
+        return 1
+
     def learned(self) -> None:
         return None
 

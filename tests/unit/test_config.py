@@ -1,0 +1,384 @@
+"""The pipeline file is taken exactly as it was meant, or refused with what would be right."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from icestream.config import (
+    Config,
+    PipelineConfig,
+    SparkOptions,
+    catalogs,
+    load,
+    parse,
+    parse_duration,
+    parse_sink_url,
+)
+from icestream.errors import ConfigInvalid
+from icestream.pipeline import Cadence
+from icestream.sinks.iceberg import IcebergSinkOptions, TableOptions
+from icestream.sources.cockroachdb import CockroachdbOptions
+
+SECRET = "hunter2"
+
+
+def document(**changes: Any) -> dict[str, Any]:
+    """A file with one pipeline; a change may reach into it with `a__b`."""
+    pipeline: dict[str, Any] = {
+        "source": {"cockroachdb": {"files": "s3://feeds/shop/"}},
+        "sink": {"iceberg": {"namespace": "shop"}},
+    }
+    for name, value in changes.items():
+        *path, last = name.split("__")
+        place = pipeline
+        for part in path:
+            place = place.setdefault(part, {})
+        place[last] = value
+    return {"orders": pipeline}
+
+
+def only(given: object) -> PipelineConfig:
+    (pipeline,) = parse(given).pipelines
+    return pipeline
+
+
+def refused(given: object) -> ConfigInvalid:
+    with pytest.raises(ConfigInvalid) as caught:
+        parse(given)
+    return caught.value
+
+
+def test_the_smallest_file_has_defaults_for_everything_else():
+    """U3: one YAML file holds one or more pipelines."""
+    pipeline = only(document())
+    assert pipeline.name == "orders"
+    assert pipeline.source == CockroachdbOptions(files="s3://feeds/shop/")
+    assert pipeline.sink == IcebergSinkOptions(namespace="shop")
+    assert pipeline.cadence == Cadence()
+    assert pipeline.cadence.commit_interval == 10.0
+    assert pipeline.cadence.epochs_in_flight == 3
+
+
+def test_every_option_reaches_its_place():
+    """U3: options are those that the connectors declare."""
+    pipeline = only(
+        document(
+            source__cockroachdb__tables=["orders"],
+            source__cockroachdb__keys={"orders": ["id"]},
+            source__cockroachdb__columns={"orders": {"price": "decimal(10,2)"}},
+            source__cockroachdb__resolved_every="PT1M",
+            sink__iceberg__tables={"orders": {"partition_by": ["day(at)"], "properties": {"a": 1}}},
+            sink__iceberg__format_version=3,
+            commit_interval="PT5S",
+            epochs_in_flight=1,
+        )
+    )
+    assert pipeline.source.keys == {"orders": ["id"]}
+    assert pipeline.source.columns == {"orders": {"price": "decimal(10,2)"}}
+    assert pipeline.source.resolved_every == 60.0
+    assert pipeline.sink.tables == {
+        "orders": TableOptions(partition_by=["day(at)"], properties={"a": "1"})
+    }
+    assert pipeline.sink.format_version == 3
+    assert (pipeline.cadence.commit_interval, pipeline.cadence.epochs_in_flight) == (5.0, 1)
+
+
+def test_several_pipelines_share_one_spark():
+    """U3: `spark` is a reserved name."""
+    config = parse(
+        {**document(), "other": document()["orders"], "spark": {"master": "local[2]", "conf": {}}}
+    )
+    assert [pipeline.name for pipeline in config.pipelines] == ["orders", "other"]
+    assert config.spark == SparkOptions(master="local[2]")
+
+
+def test_the_python_api_mirrors_the_file():
+    """U4: the same options can be given in Python."""
+    made = PipelineConfig(
+        name="orders",
+        source=CockroachdbOptions(files="s3://feeds/shop/"),
+        sink=IcebergSinkOptions(namespace="shop"),
+    )
+    assert made == only(document())
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "nearest"),
+    [
+        ({"sorce": {}}, "sorce", "source"),
+        ({"comit_interval": 1}, "comit_interval", "commit_interval"),
+        ({"source__cockroachdb__tabels": []}, "tabels", "tables"),
+        ({"sink__iceberg__namespac": "x"}, "namespac", "namespace"),
+        ({"sink__iceberg__tables__t__partiton_by": []}, "partiton_by", "partition_by"),
+        ({"source": {"cockroach": {}}}, "cockroach", "cockroachdb"),
+        ({"sink": {"icebreg": {}}}, "icebreg", "iceberg"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_the_nearest_known_one(changes, key, nearest):
+    """U3: a typo is never passed over."""
+    error = refused(document(**changes))
+    assert f"`{key}`" in error.message
+    assert f"Did you mean `{nearest}`?" in error.hint
+
+
+def test_a_key_that_is_like_none_lists_what_is_known():
+    """U3: the hint helps even without a near one."""
+    error = refused(document(zzz=1))
+    assert "Did you mean" not in error.hint
+    assert "commit_interval" in error.hint
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (None, "names no pipeline"),
+        ([], "names no pipeline"),
+        ("text", "names no pipeline"),
+        ({"spark": {"master": "local"}}, "names no pipeline"),
+        ({"orders": None}, "orders is not a map"),
+        ({"orders": {"sink": {"iceberg": {}}}}, "orders has no source"),
+        ({"orders": {"source": {"cockroachdb": {"files": "x"}}}}, "orders has no sink"),
+        (document(source={"cockroachdb": {}}), "lacks `files`"),
+        (document(source={"cockroachdb": None}), "lacks `files`"),
+        (document(source={}), "must name one kind"),
+        (document(source={"cockroachdb": {}, "kafka": {}}), "must name one kind"),
+        (document(source="text"), "must name one kind"),
+        (document(sink=[]), "must name one sink"),
+        (document(sink__iceberg__format_version=1), "must be 2 or 3"),
+        ({"a b": document()["orders"]}, "cannot be a pipeline's name"),
+        ({"-x": document()["orders"]}, "cannot be a pipeline's name"),
+    ],
+)
+def test_what_is_missing_or_wrong_is_named(given, message):
+    """U3: the place of whatever is wrong."""
+    assert message in refused(given).message
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"source__cockroachdb__files": [SECRET]},
+        {"source__cockroachdb__tables": {SECRET: SECRET}},
+        {"source__cockroachdb__keys": SECRET},
+        {"source__cockroachdb__keys": {"t": 5}},
+        {"source__cockroachdb__split_bytes": SECRET},
+        {"source__cockroachdb__split_bytes": True},
+        {"source__cockroachdb__split_bytes": 1.5},
+        {"source__cockroachdb__storage": SECRET},
+        {"source__cockroachdb__storage": {"s3.secret": [SECRET]}},
+        {"source__cockroachdb__resolved_every": SECRET},
+        {"sink__iceberg__catalog": SECRET},
+        {"sink__iceberg__catalog": {"token": {"a": SECRET}}},
+        {"sink__iceberg__tables": {"t": SECRET}},
+        {"sink__iceberg__tables": {"t": [SECRET]}},
+        {"sink__iceberg": SECRET},
+        {"sink": f"iceberg:{SECRET}"},
+        {"commit_interval": SECRET},
+        {"commit_interval": -1},
+        {"epochs_in_flight": SECRET},
+    ],
+)
+def test_a_value_of_the_wrong_type_is_refused_and_never_shown(changes):
+    """U3: secrets are never printed or logged, also not in errors about them."""
+    error = refused(document(**changes))
+    assert SECRET not in str(error)
+
+
+@pytest.mark.parametrize("number", [0, -1])
+def test_at_least_one_epoch_is_in_flight(number):
+    """E5: a number that cannot work is refused at once."""
+    assert "epochs_in_flight" in refused(document(epochs_in_flight=number)).message
+
+
+def test_a_single_text_may_stand_for_a_list():
+    """U3: both forms mean the same."""
+    one = only(document(source__cockroachdb__tables="orders"))
+    assert one == only(document(source__cockroachdb__tables=["orders"]))
+
+
+def test_a_sink_may_stand_in_a_list():
+    """U3: both forms mean the same."""
+    sink = {"iceberg": {"namespace": "shop"}}
+    assert only(document(sink=[sink])) == only(document(sink=sink))
+    assert "must name one sink" in refused(document(sink=[sink, sink])).message
+
+
+def test_values_of_maps_that_go_to_iceberg_become_text():
+    """I1: handed to Iceberg as it is."""
+    catalog = {"type": "rest", "uri": "http://localhost:8181", "retries": 3, "ssl": True}
+    found = only(document(sink__iceberg__catalog=catalog)).sink.catalog
+    assert found == {**catalog, "retries": "3", "ssl": "true"}
+
+
+def test_a_secret_comes_from_the_environment(monkeypatch):
+    """U3: ${env:NAME} for secrets, anywhere in a text."""
+    monkeypatch.setenv("LAKE_TOKEN", SECRET)
+    catalog = {"type": "rest", "header": "Bearer ${env:LAKE_TOKEN}!"}
+    pipeline = only(document(sink__iceberg__catalog=catalog, sink__iceberg__branch="${env:X"))
+    assert pipeline.sink.catalog["header"] == f"Bearer {SECRET}!"
+    assert pipeline.sink.branch == "${env:X"
+
+
+def test_a_secret_that_is_not_set_is_named_with_its_place(monkeypatch):
+    """U3: the operator learns what to set."""
+    monkeypatch.delenv("LAKE_TOKEN", raising=False)
+    error = refused(document(sink__iceberg__catalog={"token": "${env:LAKE_TOKEN}"}))
+    assert "orders.sink.iceberg.catalog.token" in error.message
+    assert "LAKE_TOKEN" in error.message
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("PT10S", 10.0),
+        ("PT0.5S", 0.5),
+        ("PT1M30S", 90.0),
+        ("PT2H", 7200.0),
+        ("P1D", 86400.0),
+        ("P1DT1S", 86401.0),
+        ("pt5m", 300.0),
+        (0, 0.0),
+        (3, 3.0),
+        (0.25, 0.25),
+    ],
+)
+def test_durations_are_iso_8601_or_seconds(text, seconds):
+    """E9: commit_interval, heartbeat_interval, resolved_every."""
+    assert parse_duration(text, "x") == seconds
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "P",
+        "PT",
+        "10",
+        "10s",
+        "PT10",
+        "P1M",
+        "-PT1S",
+        "PT1.5M",
+        -1,
+        True,
+        None,
+        [1],
+        float("nan"),
+    ],
+)
+def test_what_is_no_duration_is_refused(text):
+    """E9: the hint shows how durations are written."""
+    with pytest.raises(ConfigInvalid, match="place is not a duration") as caught:
+        parse_duration(text, "place")
+    assert "PT10S" in caught.value.hint
+
+
+def test_a_sink_url_names_catalog_namespace_and_table():
+    """C7: iceberg://<rest-endpoint>/<namespace>/<table>?warehouse=...&equality_delete_by=..."""
+    url = "iceberg://localhost:8181/shop/orders?warehouse=s3://lake&equality_delete_by=id,region"
+    sink = only(document(sink=url)).sink
+    assert sink == parse_sink_url(url)
+    assert sink.catalog == {
+        "type": "rest",
+        "uri": "http://localhost:8181",
+        "warehouse": "s3://lake",
+    }
+    assert (sink.namespace, sink.branch) == ("shop", "main")
+    assert sink.tables == {"*": TableOptions(table="orders", equality_delete_by=["id", "region"])}
+
+
+def test_a_sink_url_may_have_a_prefix_tls_a_branch_and_catalog_options():
+    """C7: other parameters are handed to the catalog as they are."""
+    sink = parse_sink_url("iceberg://lake/api/catalog/shop/orders?tls=true&branch=audit&token=t")
+    assert sink.catalog == {"type": "rest", "uri": "https://lake/api/catalog", "token": "t"}
+    assert (sink.namespace, sink.branch) == ("shop", "audit")
+    assert sink.tables["*"].equality_delete_by == []
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["", "http://localhost/shop/orders", "iceberg://localhost/orders", "iceberg:///shop/orders"],
+)
+def test_a_sink_url_that_is_not_understood_is_refused(url):
+    """C7: the hint shows its form."""
+    with pytest.raises(ConfigInvalid, match="URL is not understood") as caught:
+        parse_sink_url(url)
+    assert "iceberg://<rest-endpoint>/<namespace>/<table>" in caught.value.hint
+
+
+def test_a_sink_url_takes_one_source_table():
+    """C7: it names one table."""
+    error = refused(
+        document(source__cockroachdb__tables=["a", "b"], sink="iceberg://lake/shop/orders")
+    )
+    assert "names one table" in error.message
+
+
+def test_pipelines_are_picked_by_name():
+    """U2: `--pipeline`."""
+    config = parse({**document(), "other": document()["orders"]})
+    assert [pipeline.name for pipeline in config.pick(["other"])] == ["other"]
+    assert config.pick([]) == config.pipelines
+    with pytest.raises(ConfigInvalid, match="unknown pipeline `oders`") as caught:
+        config.pick(["oders"])
+    assert "Did you mean `orders`?" in caught.value.hint
+
+
+def test_a_file_is_loaded(tmp_path):
+    """U3: YAML."""
+    path = tmp_path / "pipelines.yaml"
+    path.write_text(
+        "orders:\n"
+        "  source: {cockroachdb: {files: ./feed}}\n"
+        "  sink: {iceberg: {namespace: shop}}\n"
+        "  commit_interval: PT1S\n"
+    )
+    config = load(path)
+    assert isinstance(config, Config)
+    assert config.pipelines[0].cadence.commit_interval == 1.0
+
+
+def test_a_file_that_is_not_there_is_told(tmp_path):
+    """U3: the path and why."""
+    with pytest.raises(ConfigInvalid, match=r"could not read .*missing\.yaml") as caught:
+        load(tmp_path / "missing.yaml")
+    assert caught.value.detail == "No such file or directory"
+
+
+def test_a_file_that_is_not_yaml_is_told_by_its_place_and_not_by_its_content(tmp_path):
+    """U3: secrets are never printed."""
+    path = tmp_path / "pipelines.yaml"
+    path.write_text(f"orders:\n  token: {SECRET}\n  - {SECRET}\n")
+    with pytest.raises(ConfigInvalid, match="is not YAML") as caught:
+        load(path)
+    assert caught.value.detail == "At line 3, column 3."
+    assert SECRET not in str(caught.value)
+
+
+def test_the_catalogs_of_pipelines_are_known_before_spark_starts():
+    """I1: their jars must be there when the session is made."""
+    pipelines = parse(document()).pipelines
+    (properties,) = catalogs(pipelines)
+    assert properties["uri"].startswith("jdbc:sqlite:/")
+
+
+@pytest.mark.parametrize(
+    "options", [CockroachdbOptions, IcebergSinkOptions, TableOptions, Cadence, SparkOptions]
+)
+def test_every_option_is_documented_where_it_is_declared(options):
+    """U8: the reference page is made from there; times and sizes say their unit."""
+    for option in dataclasses.fields(options):
+        assert option.metadata["doc"].endswith("."), option.name
+        timed = option.name.endswith(("_interval", "_every", "_seconds"))
+        assert not timed or option.metadata.get("unit") == "duration", option.name
+        sized = option.name.endswith(("_bytes", "_bytes_max"))
+        assert not sized or option.metadata.get("unit") == "bytes", option.name
+
+
+def test_a_relative_path_is_read_from_where_the_program_runs(tmp_path, monkeypatch):
+    """U3: paths may be given either way."""
+    monkeypatch.chdir(tmp_path)
+    Path("p.yaml").write_text("a: {source: {cockroachdb: {files: x}}, sink: {iceberg: {}}}\n")
+    assert load("p.yaml") == load(tmp_path / "p.yaml")

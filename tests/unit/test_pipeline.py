@@ -1,0 +1,512 @@
+"""The loop orders mint, write, commit and ack, and goes on exactly where the tables are."""
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from pyiceberg.types import LongType
+
+import icestream.pipeline
+from icestream.epoch import Epoch, Progress
+from icestream.errors import (
+    ConfigInvalid,
+    Fenced,
+    HistoryLost,
+    SourceUnavailable,
+    TargetUnavailable,
+)
+from icestream.failpoints import FailpointError
+from icestream.frontier import START, Frontier
+from icestream.iceberg import progress as summaries
+from icestream.iceberg.catalog import TableName
+from icestream.iceberg.files import DATA, FileClosed
+from icestream.pipeline import Cadence, Pipeline, State
+from icestream.schema import Column, SchemaGap, TableShape
+from icestream.sinks.iceberg import IcebergSink, IcebergSinkOptions
+from icestream.worker import Outcome
+from tests.property.memory import Lake, MemoryCatalog, Snapshot
+
+SHAPE = TableShape(columns=[Column(name="id", type=LongType())], key=["id"])
+# Long enough for any machine; a test that waits for it has failed.
+DEADLINE_SECONDS = 30.0
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch):
+    """Retries wait for trouble to pass, which here it does at once."""
+    monkeypatch.setattr(icestream.pipeline, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr("icestream.sinks.iceberg.commit.BACKOFF_SECONDS", 0.0)
+
+
+@dataclass(frozen=True)
+class LogSplit:
+    """Positions of one table."""
+
+    table: str
+    positions: tuple[int, ...]
+
+    def read(self, schema_json: str, key: Sequence[str]) -> Iterator[Any]:
+        raise NotImplementedError
+
+    @property
+    def size_bytes(self) -> int:
+        return 1
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.positions)
+
+    def learned(self) -> str:
+        return f"read {self.table}"
+
+
+def frontier(position: int) -> Frontier:
+    return Frontier({"log": (position,)}) if position else START
+
+
+class LogSource:
+    """A log of table names with fixed boundaries; it notes what it is asked and told."""
+
+    keyed = True
+
+    def __init__(self, log: str, bounds: Sequence[int], notes: list[str]):
+        self.log, self.bounds, self.notes = log, list(bounds), notes
+        self.troubles: list[Exception] = []
+        self.forgotten = 0
+        self.closed = 0
+        self.on_empty: Callable[[], None] = lambda: None
+
+    def tables(self) -> Sequence[str]:
+        return sorted(set(self.log) - {"."})
+
+    def shape(self, table: str) -> TableShape | None:
+        return SHAPE
+
+    def has_history(self, table: str, before: Frontier) -> bool:
+        upper = before["log"][0] if before["log"] else 0
+        return table in self.log[self.forgotten : upper]
+
+    def available(self, lower: Frontier) -> Sequence[Frontier]:
+        if self.troubles:
+            raise self.troubles.pop(0)
+        start = lower["log"][0] if lower["log"] else 0
+        if start < self.forgotten:
+            raise HistoryLost("forgotten")
+        found = [frontier(bound) for bound in self.bounds if bound > start]
+        if not found:
+            self.on_empty()
+        return found
+
+    def splits(self, epoch: Epoch) -> Sequence[LogSplit]:
+        lower = epoch.lower["log"][0] if epoch.lower["log"] else 0
+        span = range(lower, epoch.upper["log"][0])
+        return [
+            LogSplit(table, tuple(at for at in span if self.log[at] == table))
+            for table in self.tables()
+            if any(self.log[at] == table for at in span)
+        ]
+
+    def learn(self, learned: Any) -> None:
+        self.notes.append(f"learn {learned}")
+
+    def summary(self, epoch: Epoch) -> Mapping[str, str]:
+        return {}
+
+    def position(self, at: Frontier) -> str:
+        return str(at["log"][0]) if at["log"] else ""
+
+    def lag_seconds(self, durable: Frontier) -> float | None:
+        return 1.5
+
+    def ack(self, durable: Frontier) -> None:
+        self.notes.append(f"ack {durable['log'][0]}")
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+class Workers:
+    """Writes splits in memory, and can be made to fail."""
+
+    def __init__(self, notes: list[str]):
+        self.files: dict[str, tuple[int, ...]] = {}
+        self.troubles: list[Exception] = []
+        self.needs: set[str] = set()
+        self.before: Callable[[int], object] = lambda epoch: None
+        self.after: Callable[[int], object] = lambda epoch: None
+        self._notes = notes
+
+    def __call__(self, splits, writer, keyed, description) -> Outcome:
+        self._notes.append(f"write {writer.epoch}")
+        self.before(writer.epoch)
+        if self.troubles:
+            raise self.troubles.pop(0)
+        for split in splits:
+            for name in self.needs:
+                if f'"{name}"' not in writer.schema_json(split.table):
+                    raise SchemaGap(split.table, [Column(name=name, type=LongType())])
+        reports = [self._report(split, writer) for split in splits]
+        self.after(writer.epoch)
+        return Outcome(
+            reports=reports,
+            rows=sum(len(split.positions) for split in splits),
+            learned=[split.learned() for split in splits],
+        )
+
+    def _report(self, split: LogSplit, writer: Any) -> str:
+        path = f"{split.table}/{writer.epoch}/{writer.run}"
+        self.files[path] = split.positions
+        target = writer.targets[split.table]
+        return FileClosed(
+            table=split.table,
+            epoch=writer.epoch,
+            batch_id=writer.batch_ids[split.table],
+            worker="w",
+            schema_id=target.schema_id,
+            spec_id=0,
+            path=path,
+            kind=DATA,
+            record_count=len(split.positions),
+            size_bytes=1,
+            partition={},
+        ).to_json()
+
+
+class Scene:
+    """A source, a lake and workers; each `pipeline()` is a new run over them."""
+
+    def __init__(self, log: str, bounds: Sequence[int]):
+        self.notes: list[str] = []
+        self.lake = Lake()
+        self.source = LogSource(log, bounds, self.notes)
+        self.workers = Workers(self.notes)
+
+    def pipeline(self, **cadence: Any) -> Pipeline:
+        given = {"commit_interval": 0.0, **cadence}
+        return Pipeline("p", self.source, self.sink(), Cadence(**given), self.workers)
+
+    def sink(self) -> IcebergSink:
+        return IcebergSink(MemoryCatalog(self.lake), IcebergSinkOptions(namespace="n"), "p")
+
+    def run(self, **cadence: Any) -> Pipeline:
+        pipeline = self.pipeline(**cadence)
+        pipeline.run(once=True)
+        return pipeline
+
+    def history(self, table: str) -> list[Snapshot]:
+        return list(self.lake.tables[name(table)].ancestry())[::-1]
+
+    def epochs(self, table: str) -> list[tuple[int, list[int]]]:
+        """Number and positions of each epoch that the table has."""
+        published = [s for s in self.history(table) if summaries.BATCH_ID in s.summary]
+        return [
+            (int(s.summary[summaries.EPOCH]), [at for p in s.paths for at in self.workers.files[p]])
+            for s in published
+        ]
+
+    def positions(self, table: str) -> list[int]:
+        return [at for _, positions in self.epochs(table) for at in positions]
+
+    def carry(self, table: str, progress: Progress, positions: Sequence[int] = ()) -> None:
+        """Somebody left a table with this progress."""
+        sink = self.sink()
+        sink.claim([])
+        sink.prepare(table, lambda: SHAPE)
+        path = f"{table}/before"
+        self.workers.files[path] = tuple(positions)
+        summary = summaries.to_summary(progress, lambda path, content: path)
+        metadata = self.lake.tables[name(table)]
+        head = metadata.head("main")
+        snapshot = Snapshot(
+            id=self.lake.next_id(),
+            parent=head.id if head else None,
+            operation="append",
+            summary={**summary, summaries.BATCH_ID: "before"},
+            paths=[path],
+        )
+        self.lake.tables[name(table)] = metadata.with_snapshot(snapshot, "main", "icestream-p")
+
+
+def name(table: str) -> TableName:
+    return TableName(namespace=("n",), name=table)
+
+
+def progress(number: int, lower: int, upper: int, tables: int, **more: Any) -> Progress:
+    return Progress(
+        pipeline="p",
+        generation=1,
+        epoch=number,
+        lower=frontier(lower),
+        upper=frontier(upper),
+        tables=tables,
+        **more,
+    )
+
+
+def test_every_epoch_is_written_committed_and_then_acknowledged():
+    """E1: mint, write, commit with its frontier, then acknowledge."""
+    scene = Scene("aab.b", [2, 5])
+    pipeline = scene.run(epochs_in_flight=1)
+    assert scene.epochs("a") == [(1, [0, 1])]
+    assert scene.epochs("b") == [(2, [2, 4])]
+    assert [note for note in scene.notes if not note.startswith("learn")] == [
+        *("write 1", "ack 2", "write 2", "ack 5")
+    ]
+    assert pipeline.health.to_json()["state"] == State.ENDED
+    assert scene.source.closed == 1
+
+
+def test_what_reading_has_taught_goes_back_to_the_source():
+    """E4: a source may remember what its splits found."""
+    scene = Scene("ab", [2])
+    scene.run()
+    assert sorted(note for note in scene.notes if note.startswith("learn")) == [
+        "learn read a",
+        "learn read b",
+    ]
+
+
+def test_a_restart_goes_on_after_what_is_durable():
+    """E2, E4: the tables remember, nothing else."""
+    scene = Scene("aaaa", [2])
+    scene.run()
+    scene.source.bounds.append(4)
+    scene.run()
+    assert scene.epochs("a") == [(1, [0, 1]), (2, [2, 3])]
+
+
+def test_a_run_without_work_leaves_the_tables_as_they_are():
+    """E9: no snapshot when nothing has changed, not even a claim."""
+    scene = Scene("aa", [2])
+    scene.run()
+    before = scene.lake.tables[name("a")]
+    assert scene.run().health.to_json()["state"] == State.ENDED
+    assert scene.lake.tables[name("a")] is before
+
+
+def test_an_epoch_without_changes_makes_no_snapshot_and_is_not_acknowledged():
+    """E9: its frontier advances in memory, and becomes durable with the next epoch."""
+    scene = Scene("a...a", [1, 3, 5])
+    scene.run()
+    assert scene.epochs("a") == [(1, [0]), (3, [4])]
+    assert [note for note in scene.notes if note.startswith("ack")] == ["ack 1", "ack 5"]
+
+
+def test_a_heartbeat_publishes_a_frontier_without_changes():
+    """E9: published at least every heartbeat_interval when it is set."""
+    scene = Scene("a...", [1, 4])
+    scene.run(heartbeat_interval=1e-9)
+    assert scene.epochs("a") == [(1, [0]), (2, [])]
+    assert scene.history("a")[-1].summary["icestream.frontier"] == '{"log":[4]}'
+    assert scene.notes[-1] == "ack 4"
+
+
+def test_several_epochs_are_written_at_once_and_committed_in_order():
+    """E5: up to epochs_in_flight; commits stay strictly in order."""
+    scene = Scene("aaaaaa", [1, 2, 3, 4, 5, 6])
+    together = threading.Barrier(3, timeout=DEADLINE_SECONDS)
+    # The first three can only pass when they are under way at the same time.
+    scene.workers.before = lambda epoch: together.wait() if epoch <= 3 else None
+    scene.run(epochs_in_flight=3)
+    assert scene.epochs("a") == [(number, [number - 1]) for number in range(1, 7)]
+
+
+def test_an_epoch_that_only_some_tables_carry_is_brought_to_the_others_alone():
+    """I14: a partial commit recovers by itself, and the stream goes on after the epoch."""
+    scene = Scene("abab" + "ab", [2, 4, 6])
+    scene.carry("a", progress(2, 2, 4, 2), [0, 2])
+    scene.carry("b", progress(1, 0, 2, 2), [1])
+    scene.run()
+    assert scene.positions("a") == [0, 2, 4]
+    assert scene.positions("b") == [1, 3, 5]
+    assert [number for number, _ in scene.epochs("b")] == [1, 2, 3]
+    finished = [s for s in scene.history("b") if s.summary.get(summaries.EPOCH) == "2"]
+    assert {s.summary[summaries.EPOCH_TABLES] for s in finished if s.paths} == {"2"}
+
+
+def test_an_unfinished_epoch_whose_new_table_was_never_made_makes_it():
+    """I14: the table that is missing may not exist yet."""
+    scene = Scene("abab", [2, 4])
+    scene.carry("a", progress(1, 0, 2, 2), [0])
+    scene.run()
+    assert (scene.positions("a"), scene.positions("b")) == ([0, 2], [1, 3])
+
+
+def test_an_unfinished_epoch_that_the_source_has_lost_stops_the_pipeline():
+    """E7: said before anything of it is committed."""
+    scene = Scene("a.ab", [2, 4])
+    scene.carry("a", progress(1, 0, 2, 2), [0])
+    with pytest.raises(HistoryLost, match="no longer has all of epoch 1"):
+        scene.run()
+    assert scene.positions("a") == [0]
+    assert name("b") not in scene.lake.tables
+
+
+def test_a_rolled_back_table_is_replayed_and_then_all_go_on():
+    """E8: boundary by boundary, before anything new."""
+    scene = Scene("ababab" + "ab", [2, 4, 6, 8])
+    scene.carry("a", progress(3, 4, 6, 2), [0, 2, 4])
+    scene.carry("b", progress(1, 0, 2, 2, replaying=True), [1])
+    scene.run()
+    assert scene.positions("a") == [0, 2, 4, 6]
+    assert scene.positions("b") == [1, 3, 5, 7]
+
+
+def test_a_rolled_back_table_without_changes_to_replay_is_settled():
+    """E8: the end of the replay is published even when there is nothing to apply."""
+    scene = Scene("abaa", [2, 4])
+    scene.carry("a", progress(2, 2, 4, 1), [0, 2, 3])
+    scene.carry("b", progress(1, 0, 2, 2, replaying=True), [1])
+    scene.run()
+    assert scene.positions("b") == [1]
+    assert "icestream.replaying" not in scene.history("b")[-1].summary
+
+
+def test_a_table_that_was_added_later_is_caught_up_first():
+    """E7, P9: what the source still has of it comes before what is new."""
+    scene = Scene("abab" + "ab", [2, 4, 6])
+    scene.carry("a", progress(2, 2, 4, 1), [0, 2])
+    scene.run()
+    assert scene.positions("a") == [0, 2, 4]
+    assert scene.positions("b") == [1, 3, 5]
+
+
+def test_history_that_is_lost_stops_the_pipeline():
+    """E7: never skipped silently."""
+    scene = Scene("aaaa", [2, 4])
+    scene.run()
+    scene.source.log += "aa"
+    scene.source.bounds.append(6)
+    scene.source.forgotten = 5
+    pipeline = scene.pipeline()
+    with pytest.raises(HistoryLost):
+        pipeline.run(once=True)
+    health = pipeline.health.to_json()
+    assert (health["state"], health["error"]["error"]) == (State.HALTED, "HistoryLost")
+    assert scene.source.closed == 2
+
+
+def test_columns_that_a_table_lacks_are_added_and_the_epoch_written_again():
+    """I11: add column."""
+    scene = Scene("aa", [2])
+    scene.workers.needs = {"extra"}
+    scene.run()
+    assert scene.positions("a") == [0, 1]
+    assert '"extra"' in scene.lake.tables[name("a")].schema_json
+
+
+def test_files_that_a_table_no_longer_takes_are_written_again():
+    """I6: a table that took the epoch already keeps it as it is."""
+    scene = Scene("abab", [2, 4])
+    scene.run()
+    scene.source.log += "ab"
+    scene.source.bounds.append(6)
+    evolutions = iter([name("b")])
+    scene.workers.after = lambda epoch: [scene.lake.evolve(table) for table in evolutions]
+    scene.run()
+    assert scene.notes.count("write 3") == 2
+    assert (scene.positions("a"), scene.positions("b")) == ([0, 2, 4], [1, 3, 5])
+
+
+def test_passing_trouble_is_bridged():
+    """E12: bounded retry in the pipeline."""
+    scene = Scene("aa", [2])
+    scene.workers.troubles = [TargetUnavailable("no"), SourceUnavailable("no")]
+    assert scene.run().health.to_json()["state"] == State.ENDED
+    assert scene.positions("a") == [0, 1]
+
+
+def test_trouble_that_does_not_pass_ends_the_run():
+    """E12: the retry has a bound, and health says what it was."""
+    scene = Scene("aa", [2])
+    scene.workers.troubles = [TargetUnavailable("no")] * 100
+    pipeline = scene.pipeline()
+    with pytest.raises(TargetUnavailable):
+        pipeline.run(once=True)
+    assert scene.notes.count("write 1") == icestream.pipeline.RETRIES_MAX
+    assert pipeline.health.to_json()["error"]["message"] == "no"
+
+
+def test_a_fenced_run_stops_and_says_so():
+    """E6, E12: a state of its own."""
+    scene = Scene("aaaa", [2, 4])
+    scene.workers.before = lambda epoch: scene.sink().claim([]) if epoch == 2 else None
+    pipeline = scene.pipeline(epochs_in_flight=1)
+    with pytest.raises(Fenced):
+        pipeline.run(once=True)
+    assert pipeline.health.to_json()["state"] == State.FENCED
+    assert scene.positions("a") == [0, 1]
+    assert [note for note in scene.notes if note.startswith("ack")] == ["ack 2"]
+
+
+def test_a_running_pipeline_goes_on_until_it_is_stopped():
+    """U2: without --once new changes are looked for again and again."""
+    scene = Scene("aaaa", [2])
+    pipeline = scene.pipeline()
+    looks: list[int] = []
+
+    def look() -> None:
+        looks.append(1)
+        if len(looks) == 1:
+            scene.source.bounds.append(4)
+        if len(looks) == 3:
+            pipeline.stop()
+
+    scene.source.on_empty = look
+    pipeline.run()
+    assert scene.epochs("a") == [(1, [0, 1]), (2, [2, 3])]
+    assert pipeline.health.to_json()["state"] == State.ENDED
+
+
+def test_a_running_pipeline_waits_for_its_source_and_is_stalled_meanwhile():
+    """E12: stalled, with the error, then running again."""
+    scene = Scene("aa", [2])
+    pipeline = scene.pipeline()
+    states: list[tuple[object, object]] = []
+    available = scene.source.available
+
+    def watched(lower: Frontier) -> Sequence[Frontier]:
+        health = pipeline.health.to_json()
+        states.append((health["state"], (health["error"] or {}).get("message")))
+        return available(lower)
+
+    scene.source.available = watched
+    scene.source.troubles = [SourceUnavailable("away"), SourceUnavailable("away")]
+    scene.source.on_empty = pipeline.stop
+    pipeline.run()
+    assert states[1:3] == [(State.STALLED, "away"), (State.STALLED, "away")]
+    assert states[3] == (State.RUNNING, None)
+    assert scene.positions("a") == [0, 1]
+
+
+def test_health_tells_what_each_table_got():
+    """C6, E12: last committed epoch, its position and its snapshot, per table."""
+    scene = Scene("aab", [2, 3])
+    tables = scene.run().health.to_json()["tables"]
+    assert {table: (t["epoch"], t["position"]) for table, t in tables.items()} == {
+        "a": (1, "2"),
+        "b": (2, "3"),
+    }
+    assert tables["a"]["snapshot_id"] == scene.history("a")[-1].id
+
+
+@pytest.mark.parametrize("point", ["before-write", "after-write", "after-commit"])
+def test_a_run_that_dies_before_the_ack_leaves_the_source_its_history(monkeypatch, point):
+    """E1, E3: the source is told only what a destination remembers."""
+    monkeypatch.setattr("icestream.failpoints._passes", {})
+    monkeypatch.setenv("ICESTREAM_FAILPOINTS", f"{point}=error")
+    scene = Scene("aa", [2])
+    with pytest.raises(FailpointError):
+        scene.run()
+    assert [note for note in scene.notes if note.startswith("ack")] == []
+    monkeypatch.delenv("ICESTREAM_FAILPOINTS")
+    scene.run()
+    assert scene.positions("a") == [0, 1]
+
+
+def test_a_cadence_without_room_for_an_epoch_is_refused():
+    """E5: also when it is given in Python."""
+    with pytest.raises(ConfigInvalid, match="epochs_in_flight must be at least 1"):
+        Cadence(epochs_in_flight=0)

@@ -1,0 +1,270 @@
+"""Workers bring the changes of a key together, write each share once, and report all of it."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from pyiceberg.schema import Schema
+from pyiceberg.types import LongType, NestedField, UUIDType
+
+from icestream.change import AT, OP, SEQ, Op
+from icestream.errors import Broken, DataRejected, SourceUnavailable
+from icestream.iceberg.files import FileClosed
+from icestream.schema import Column, SchemaGap
+from icestream.worker import Outcome, describe, map_tasks, write_epoch
+from tests.property.local_spark import LocalSpark, travelled
+from tests.property.tables import LocalTable
+
+SCHEMA = Schema(
+    NestedField(1, "id", LongType(), required=True),
+    NestedField(2, "value", LongType(), required=False),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListSplit:
+    """Changes that were given as `(at, id, value)`, in batches."""
+
+    table: str = "t"
+    batches: Sequence[Sequence[tuple[int, int, int | None]]] = ()
+    error: Exception | None = None
+    seen: dict[str, int] = field(default_factory=dict)
+
+    def read(self, schema_json: str, key: Sequence[str]) -> Iterator[pa.Table]:
+        assert "value" in schema_json
+        for batch in self.batches:
+            self.seen["rows"] = self.seen.get("rows", 0) + len(batch)
+            yield changes(batch)
+        if self.error:
+            raise self.error
+
+    def learned(self) -> dict[str, int]:
+        return self.seen
+
+
+def changes(rows: Sequence[tuple[int, int, int | None]]) -> pa.Table:
+    """A change batch; a value of None is a delete."""
+    return pa.table(
+        {
+            OP: pa.array([Op.DELETE if v is None else Op.UPSERT for _, _, v in rows], pa.int8()),
+            AT: pa.array([at for at, _, _ in rows], pa.int64()),
+            SEQ: pa.array([0] * len(rows), pa.int64()),
+            "id": pa.array([key for _, key, _ in rows], pa.int64()),
+            "value": pa.array([value for _, _, value in rows], pa.int64()),
+        }
+    )
+
+
+def run(
+    local: LocalTable, *splits: ListSplit, keyed: bool = False, parallelism: int = 2, seed: int = 0
+) -> Outcome:
+    spark = LocalSpark(parallelism, seed)
+    outcome = write_epoch(spark, travelled(splits), travelled(local.writer()), keyed, "epoch 1")
+    assert spark.sparkContext.descriptions == (["epoch 1"] if splits else [])
+    local.commits.append([FileClosed.from_json(report) for report in outcome.reports])
+    return outcome
+
+
+def table(folder: Path, key: Sequence[str] = ("id",)) -> LocalTable:
+    return LocalTable(folder=folder, schema=SCHEMA, key=list(key))
+
+
+def content(local: LocalTable) -> dict[int, int]:
+    rows = local.rows()
+    assert len({row["id"] for row in rows}) == len(rows)
+    return {row["id"]: row["value"] for row in rows}
+
+
+def shards(local: LocalTable) -> set[str]:
+    return {file.worker.partition("-")[2] for file in local.commits[-1]}
+
+
+def test_each_split_is_written_by_its_own_task_when_the_source_is_keyed(tmp_path):
+    """E1, I2: no shuffle when all changes of a key are in one split."""
+    local = table(tmp_path)
+    outcome = run(
+        local,
+        ListSplit(batches=[[(1, 1, 10)], [(2, 1, 20)]]),
+        ListSplit(batches=[[(1, 2, 30)]]),
+        keyed=True,
+    )
+    assert content(local) == {1: 20, 2: 30}
+    assert outcome.rows == 3
+    assert outcome.learned == [{"rows": 2}, {"rows": 1}]
+    assert shards(local) == {"00000", "00001"}
+
+
+def test_changes_of_a_key_in_several_splits_are_brought_together(tmp_path):
+    """C3, I8: files of a changefeed are not keyed; the last change wins wherever it lies."""
+    local = table(tmp_path)
+    many = [(at, at % 5, at) for at in range(60)]
+    outcome = run(
+        local,
+        ListSplit(batches=[many[3::7], [], many[0::7]]),
+        ListSplit(batches=[many[5::7], many[1::7]]),
+        ListSplit(batches=[many[2::7], many[4::7], many[6::7], [(99, 3, None)]]),
+    )
+    assert content(local) == {0: 55, 1: 56, 2: 57, 4: 59}
+    assert outcome.rows == 61
+
+
+def test_the_order_of_a_shuffle_does_not_show_in_the_files(tmp_path):
+    """I2, I4: a task that runs again reports the same files, whatever came first."""
+    splits = [ListSplit(batches=[[(at, at % 9, at) for at in range(n, 60, 3)]]) for n in range(3)]
+    local = table(tmp_path)
+    first = sorted(run(local, *splits, seed=1).reports)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.parquet")}
+    for seed in (2, 3, 4):
+        assert sorted(run(local, *splits, seed=seed).reports) == first
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*.parquet")} == before
+
+
+@pytest.mark.parametrize("parallelism", [1, 2, 5])
+def test_tables_are_kept_apart_in_a_shuffle(tmp_path, parallelism):
+    """E1: one Spark job per epoch, whatever the number of tables."""
+    locals_ = {name: table(tmp_path / name) for name in ("t", "u")}
+    targets = {name: local.target() for name, local in locals_.items()}
+    writer = locals_["t"].writer()
+    writer = type(writer)(
+        pipeline="p", epoch=1, run="g1.0", targets=targets, batch_ids={"t": "b", "u": "b"}
+    )
+    splits = [
+        ListSplit(table=name, batches=[[(at, key, at + offset)]])
+        for name, offset in (("t", 0), ("u", 1000))
+        for at, key in ((1, 1), (2, 1), (3, 2), (4, 3))
+    ]
+    outcome = write_epoch(LocalSpark(parallelism), splits, writer, False, "x")
+    for name, local in locals_.items():
+        files = [FileClosed.from_json(report) for report in outcome.reports]
+        local.commits.append([file for file in files if file.table == name])
+    assert content(locals_["t"]) == {1: 2, 2: 3, 3: 4}
+    assert content(locals_["u"]) == {1: 1002, 2: 1003, 3: 1004}
+
+
+def test_a_table_with_a_single_split_needs_no_shuffle(tmp_path):
+    """E1: a needless crossing is the most expensive step of a pipeline."""
+    local = table(tmp_path)
+    run(local, ListSplit(batches=[[(1, 1, 1)], [(2, 2, 2)]]))
+    assert shards(local) == {"00000"}
+
+
+def test_rows_without_a_key_need_no_shuffle(tmp_path):
+    """I8: nothing has to be brought together."""
+    local = table(tmp_path, key=())
+    run(local, ListSplit(batches=[[(1, 1, 1)]]), ListSplit(batches=[[(1, 1, 1)]]))
+    assert shards(local) == {"00000", "00001"}
+    assert len(local.rows()) == 2
+
+
+def test_uuid_keys_are_brought_together(tmp_path):
+    """I8: keys of every type are hashed."""
+    schema = Schema(
+        NestedField(1, "id", UUIDType(), required=True),
+        NestedField(2, "value", LongType(), required=False),
+    )
+    local = LocalTable(folder=tmp_path, schema=schema, key=["id"])
+
+    @dataclass(frozen=True)
+    class UuidSplit:
+        number: int
+        table: str = "t"
+
+        def read(self, schema_json, key):
+            plain = pa.array([bytes([n] * 16) for n in range(4)], pa.binary(16))
+            rows = changes([(self.number, n, self.number) for n in range(4)])
+            ids = pa.ExtensionArray.from_storage(pa.uuid(), plain)
+            yield rows.set_column(rows.schema.get_field_index("id"), "id", ids)
+
+        def learned(self):
+            return None
+
+    splits = [UuidSplit(1), UuidSplit(2)]
+    outcome = write_epoch(LocalSpark(), splits, local.writer(), False, "x")
+    local.commits.append([FileClosed.from_json(report) for report in outcome.reports])
+    assert sorted(row["value"] for row in local.rows()) == [2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize(
+    "error",
+    [
+        DataRejected("damaged", detail="Here.", hint="Restore it."),
+        SourceUnavailable("gone for now"),
+        SchemaGap("t", [Column(name="x", type=LongType())]),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_error_of_a_split_is_raised_as_it_was(tmp_path, error, count):
+    """E12: a task that raised it would be retried for nothing and its message lost."""
+    splits = [ListSplit(batches=[[(1, 1, 1)]], error=error)] * count
+    with pytest.raises(type(error)) as caught:
+        run(table(tmp_path), *splits)
+    assert str(caught.value) == str(error)
+
+
+def test_an_error_of_the_writer_is_raised_as_it_was(tmp_path):
+    """I11: also when it is met behind the shuffle."""
+    required = Schema(SCHEMA.fields[0], NestedField(2, "value", LongType(), required=True))
+    local = LocalTable(folder=tmp_path, schema=required, key=["id"])
+    rows = changes([(1, 1, 1)]).set_column(4, "value", pa.nulls(1, pa.int64()))
+
+    @dataclass(frozen=True)
+    class NullSplit:
+        table: str = "t"
+
+        def read(self, schema_json, key):
+            yield rows
+
+        def learned(self):
+            return None
+
+    for splits in ([NullSplit()], [NullSplit(), NullSplit()]):
+        with pytest.raises(Exception, match="column value is required"):
+            write_epoch(LocalSpark(), splits, local.writer(), False, "x")
+
+
+def test_an_epoch_without_splits_is_an_empty_outcome(tmp_path):
+    """E9: an epoch with no change makes no snapshot."""
+    outcome = run(table(tmp_path))
+    assert (list(outcome.reports), outcome.rows, list(outcome.learned)) == ([], 0, [])
+
+
+def test_a_task_that_is_not_done_is_noticed(tmp_path):
+    """I3: a worker reports done for its share only after all its files are reported."""
+
+    class Forgetful(LocalSpark):
+        def range(self, start, end, step, slices):
+            return super().range(start, end - 1, step, slices)
+
+    splits = [ListSplit(batches=[[(1, 1, 1)]]), ListSplit(batches=[[(1, 2, 1)]])]
+    with pytest.raises(Broken, match="every task of the epoch reports that it is done"):
+        write_epoch(Forgetful(), splits, table(tmp_path).writer(), True, "x")
+
+
+def test_reports_are_counted_for_the_log():
+    """U5: structured logs with counts."""
+    reports = [json.dumps({"record_count": n, "size_bytes": 10 * n}) for n in (1, 2)]
+    assert describe(reports) == {"files": 2, "rows": 3, "bytes": 30}
+
+
+@dataclass(frozen=True)
+class Square:
+    number: int
+
+    def run(self) -> int:
+        if self.number < 0:
+            raise DataRejected("negative")
+        return self.number**2
+
+
+def test_small_tasks_of_a_source_run_on_workers():
+    """E4: files are indexed by all workers at once."""
+    assert sorted(map_tasks(LocalSpark(), [Square(n) for n in range(9)])) == [
+        n**2 for n in range(9)
+    ]
+    assert map_tasks(LocalSpark(), []) == []
+    with pytest.raises(DataRejected, match="negative"):
+        map_tasks(LocalSpark(), [Square(1), Square(-1)])
