@@ -139,7 +139,8 @@ def _pipeline(name: str, body: object) -> PipelineConfig:
     if isinstance(source, CockroachdbOptions) and not source.files:
         raise ConfigInvalid(
             f"{name}.source.cockroachdb lacks `files`",
-            hint="Name the folder that the changefeed writes to, such as `files: s3://feeds/shop/`.",
+            hint="Name the folder that the changefeed writes to, "
+            "such as `files: s3://feeds/shop/`.",
         )
     _one_table_for_a_url(body["sink"], source, sink, name)
     return PipelineConfig(

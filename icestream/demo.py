@@ -149,7 +149,8 @@ class _Demo:
 
 
 def _tables(pipeline: Pipeline) -> Mapping[str, Mapping[str, Any]]:
-    tables: Mapping[str, Mapping[str, Any]] = pipeline.health.to_json()["tables"]  # type: ignore[assignment]
+    health: Mapping[str, Any] = pipeline.health.to_json()
+    tables: Mapping[str, Mapping[str, Any]] = health["tables"]
     return tables
 
 

@@ -384,7 +384,11 @@ class Table:
     def _apply(self, branch: str, files: Sequence[FileClosed], summary: Mapping[str, str]) -> Any:
         deletes = [file for file in files if file.kind != DATA]
         update = self._table.newRowDelta() if deletes else self._table.newAppend()
-        mapper = self._jvm.org.apache.iceberg.shaded.com.fasterxml.jackson.databind.ObjectMapper()
+        jackson = self._jvm.org.apache.iceberg.shaded.com.fasterxml.jackson
+        mapper = jackson.databind.ObjectMapper()
+        # A table may be partitioned by a number that is none, or infinite.
+        special = jackson.core.json.JsonReadFeature.ALLOW_NON_NUMERIC_NUMBERS
+        mapper.configure(special.mappedFeature(), True)
         parser = self._jvm.org.apache.iceberg.ContentFileParser
         specs = self._table.specs()
         for file in files:

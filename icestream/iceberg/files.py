@@ -8,6 +8,7 @@ commit the file without opening it.
 import hashlib
 import json
 import os
+import sys
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -36,6 +37,8 @@ _TARGET_FILE_BYTES = 512 * 1024 * 1024
 _ROW_GROUP_BYTES = 128 * 1024 * 1024
 _PAGE_BYTES = 1024 * 1024
 _DICTIONARY_BYTES = 2 * 1024 * 1024
+# Code points that no text may hold.
+_SURROGATES = range(0xD800, 0xE000)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,9 +189,14 @@ def _metrics(
 ) -> dict[str, Any]:
     """Iceberg's column metrics in its JSON form, by the table's metrics modes."""
     plan = compute_statistics_plan(schema, properties)
-    statistics = data_file_statistics_from_parquet_metadata(
-        metadata, plan, parquet_path_to_id_mapping(schema)
-    ).to_serialized_dict()
+    field_ids = parquet_path_to_id_mapping(schema)
+    found = data_file_statistics_from_parquet_metadata(metadata, plan, field_ids)
+    for field_id in _without_bounds(metadata, field_ids):
+        found.column_aggregates.pop(field_id, None)
+    for aggregate in found.column_aggregates.values():
+        if isinstance(aggregate.current_max, str) and aggregate.trunc_length is not None:
+            aggregate.current_max = upper_text(aggregate.current_max, aggregate.trunc_length)
+    statistics = found.to_serialized_dict()
     counted = set(statistics["value_counts"])
     nan_counts = {
         column.field_id: pc.sum(pc.is_nan(rows.column(column.name)), min_count=0).as_py()
@@ -204,6 +212,38 @@ def _metrics(
         "upper-bounds": _hex_pairs(statistics["upper_bounds"]),
         "split_offsets": statistics["split_offsets"],
     }
+
+
+def _without_bounds(metadata: pq.FileMetaData, field_ids: Mapping[str, int]) -> set[int]:
+    """Columns with a value so long that its row group has no statistics.
+
+    The bounds of the other row groups would hide that value from readers with a filter.
+    """
+    columns = set()
+    for group in range(metadata.num_row_groups):
+        for number in range(metadata.num_columns):
+            column = metadata.row_group(group).column(number)
+            statistics = column.statistics
+            if column.physical_type != "BYTE_ARRAY" or statistics is None:
+                continue
+            if not statistics.has_min_max and statistics.null_count < column.num_values:
+                columns.add(field_ids[column.path_in_schema])
+    return columns
+
+
+def upper_text(value: str, length_max: int) -> str | None:
+    """The least text of so many characters that is not below the value; None if there is none."""
+    cut = value[:length_max]
+    if cut == value:
+        return value
+    while cut:
+        successor = ord(cut[-1]) + 1
+        if successor == _SURROGATES.start:
+            successor = _SURROGATES.stop
+        if successor <= sys.maxunicode:
+            return cut[:-1] + chr(successor)
+        cut = cut[:-1]
+    return None
 
 
 def _pairs(values: Mapping[int, int]) -> dict[str, list[int]]:

@@ -11,37 +11,40 @@ import argparse
 import random
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from icestream.failpoints import PLACES
 from icestream.spark import session
-from tests.faults.checking import NotExact, exists
-from tests.faults.shop import KILLED, Ended, Shop
+from tests.faults.shop import KILLED, Shop
 from tests.lake import Lake
 from tests.proxy import Proxy, Rule
 from tests.servers import RestCatalog, S3Server, running
 
 TABLES = ("customers", "items", "orders", "stock")
 PARTITIONS = ([], ["region"], ["bucket(4, id)"], ["truncate(2, region)"], ["ok", "bucket(2, id)"])
-# A run that was killed or could not go on is started again; the last runs meet no fault.
+# A run that was killed or could not go on is started again; the last runs are not killed.
 RUNS_MAX = 12
 FAULTY_RUNS_MAX = 4
+OUTAGES_SECONDS = (2.0, 15.0, 60.0)
 DONE = 0
 COULD_NOT = 1
+FENCED = 4
 
-Fault = Callable[[Rule], Rule]
+Fault = Callable[[Rule, str], Rule]
 FAULTS: dict[str, Fault] = {
-    "500-after": lambda rule: rule.answer_500_after(500),
-    "503-after": lambda rule: rule.answer_500_after(503),
-    "409-after": lambda rule: rule.answer_500_after(409),
-    "cut-after": lambda rule: rule.lose_answer(),
-    "cut-before": lambda rule: rule.cut_before(),
-    "refused": lambda rule: rule.refuse(500),
+    "500-after": lambda rule, _: rule.answer_500_after(500),
+    "503-after": lambda rule, _: rule.answer_500_after(503),
+    "409-after": lambda rule, _: rule.answer_500_after(409),
+    "cut-after": lambda rule, _: rule.lose_answer(),
+    "cut-before": lambda rule, _: rule.cut_before(),
+    "refused": lambda rule, _: rule.refuse(500),
 }
 
 
@@ -57,69 +60,82 @@ class Round:
     random: random.Random
     faulty_runs: int = FAULTY_RUNS_MAX
     story: list[str] = field(default_factory=list)
+    outages: list[threading.Timer] = field(default_factory=list)
 
     def play(self) -> str:
         """Play the round to its end; returns what happened, raises when the end is not exact."""
         self.shop.epochs(self.random.randrange(1, 4), self._changes())
         for number in range(RUNS_MAX):
             faulty = number < self.faulty_runs
-            ended = self._run(faulty)
-            if ended.exit_code not in (DONE, KILLED, COULD_NOT):
-                raise Stuck(f"exit code {ended.exit_code}: {ended.stderr}")
-            if ended.exit_code == DONE and not faulty:
+            done = self._run(faulty)
+            if done and not faulty:
                 self.shop.assert_exact()
                 return " ".join(self.story)
-            if ended.exit_code == DONE or self.random.random() < 0.3:
+            more = done or self.random.random() < 0.3
+            if more and number + 1 < self.faulty_runs:
                 # The feed goes on, so that a later run has something to do.
-                if number + 1 < self.faulty_runs:
-                    self.shop.epochs(self.random.randrange(1, 3), self._changes())
-        raise Stuck(f"not done after {RUNS_MAX} runs")
+                self.shop.epochs(self.random.randrange(1, 3), self._changes())
+        raise Stuck(f"not done after {RUNS_MAX} runs: {' '.join(self.story)}")
 
     def _changes(self) -> int:
         return self.random.choice([2, 10, 10, 30])
 
-    def _run(self, faulty: bool) -> Ended:
-        failpoints = ""
-        if faulty and self.random.random() < 0.8:
-            place = self.random.choice(PLACES)
-            failpoints = f"{place}=kill@{self.random.randrange(1, 6)}"
-            self.story.append(failpoints)
-        if faulty:
-            for _ in range(self.random.randrange(3)):
-                self._arm_a_lost_answer()
-            if self.random.random() < 0.5:
-                self._arm_a_rival()
-        ended = self.shop.command("run", "--once", failpoints=failpoints)
-        self.story.append("killed" if ended.exit_code == KILLED else str(ended.exit_code))
-        return ended
+    def _run(self, faulty: bool) -> bool:
+        """Run the pipeline, now and then twice at once; True when a run did all there was to do."""
+        processes = [self.shop.start("run", "--once", failpoints=self._faults() if faulty else "")]
+        allowed = {DONE, KILLED, COULD_NOT}
+        if faulty and self.random.random() < 0.15:
+            self.story.append("twice")
+            processes.append(self.shop.start("run", "--once"))
+            allowed.add(FENCED)
+        ends = [process.wait() for process in processes]
+        for outage in self.outages:
+            outage.join()
+        codes = [ended.exit_code for ended in ends]
+        self.story.append("/".join("killed" if code == KILLED else str(code) for code in codes))
+        for ended in ends:
+            if ended.exit_code not in allowed:
+                raise Stuck(f"{' '.join(self.story)}: {ended.stderr}")
+        return DONE in codes
 
-    def _arm_a_lost_answer(self) -> None:
+    def _faults(self) -> str:
+        """Arm what happens to the next run; returns its failpoints."""
+        for _ in range(self.random.randrange(3)):
+            name = self.random.choice(sorted(FAULTS))
+            self._arm(name, FAULTS[name])
+        if self.random.random() < 0.5:
+            rivals = {"append": self.shop.append_foreign_row, "compact": self.shop.compact}
+            name = self.random.choice(sorted(rivals))
+            self._arm(name, lambda rule, table: rule.call_before(partial(rivals[name], table)))
+        if self.random.random() < 0.1:
+            seconds = self.random.choice(OUTAGES_SECONDS)
+            self._arm(f"outage-{seconds}", lambda rule, _: rule.call_before(self._outage(seconds)))
+        if self.random.random() < 0.2:
+            return ""
+        failpoint = f"{self.random.choice(PLACES)}=kill@{self.random.randrange(1, 6)}"
+        self.story.append(failpoint)
+        return failpoint
+
+    def _arm(self, name: str, fault: Fault) -> None:
+        """Let the fault meet one of the next commits to a table; it waits if there are fewer."""
         table, number = self.random.choice(self.shop.tables), self.random.randrange(1, 6)
-        name = self.random.choice(sorted(FAULTS))
         self.story.append(f"{name}:{table}@{number}")
+        path = self.shop.commit_path(table)
+        self.shop.on_commit(table, number, lambda: fault(self.shop.proxy.on("POST", path), table))
 
-        def arm() -> None:
-            FAULTS[name](self.shop.proxy.on("POST", self.shop.commit_path(table)))
+    def _outage(self, seconds: float) -> Callable[[], None]:
+        def begin() -> None:
+            self.shop.proxy.down()
+            end = threading.Timer(seconds, self.shop.proxy.up)
+            self.outages.append(end)
+            end.start()
 
-        self.shop.on_commit(table, number, arm)
-
-    def _arm_a_rival(self) -> None:
-        table, number = self.random.choice(self.shop.tables), self.random.randrange(1, 6)
-        rivals = {"append": self.shop.append_foreign_row, "compact": self.shop.compact}
-        name = self.random.choice(sorted(rivals))
-        self.story.append(f"{name}:{table}@{number}")
-
-        def act() -> None:
-            if exists(self.shop.lake, self.shop.name(table)):
-                rivals[name](table)
-
-        def arm() -> None:
-            self.shop.proxy.on("POST", self.shop.commit_path(table)).call_before(act)
-
-        self.shop.on_commit(table, number, arm)
+        return begin
 
 
-def play(seed: int, lake: Lake, rest: RestCatalog, folder: Path, prefix: str = "r") -> str:
+def play(
+    seed: int, lake: Lake, rest: RestCatalog, folder: Path, faulty_runs: int = FAULTY_RUNS_MAX
+) -> str:
     """Play the round of a seed; returns one line about it."""
     generator = random.Random(seed)
     tables = TABLES[: generator.randrange(1, len(TABLES) + 1)]
@@ -133,14 +149,14 @@ def play(seed: int, lake: Lake, rest: RestCatalog, folder: Path, prefix: str = "
             lake=lake,
             rest=rest,
             proxy=proxy,
-            namespace=f"{prefix}{seed}",
+            namespace=f"round{seed}",
             folder=folder / f"round{seed}",
             seed=generator.randrange(10**6),
             tables=tables,
             sink=sink,
             with_before=generator.random() < 0.5,
         )
-        story = Round(shop=shop, random=generator).play()
+        story = Round(shop=shop, random=generator, faulty_runs=faulty_runs).play()
     return f"{len(tables)} tables v{sink['format_version']}: {story}"
 
 
@@ -178,8 +194,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 started = time.monotonic()
                 try:
                     line = play(seed + played, lake, rest, folder)
-                except (NotExact, Stuck) as error:
-                    say(f"round {played + 1}, seed {seed + played}: {error}")
+                except Exception as error:
+                    name = type(error).__name__
+                    say(f"round {played + 1}, seed {seed + played}: {name}: {error}")
                     say(f"again: python -m tests.faults.rounds --rounds 1 --seed {seed + played}")
                     return 1
                 played += 1

