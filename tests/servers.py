@@ -10,19 +10,12 @@ over `stop` and `start`; it dies with the process that started it, however that 
 `python -m tests.servers` starts them all and prints how to reach them.
 """
 
-import fcntl
-import hashlib
 import http.client
-import importlib.util
 import json
 import os
 import random
-import re
-import shutil
 import signal
 import socket
-import ssl
-import struct
 import subprocess
 import sys
 import tempfile
@@ -31,7 +24,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from functools import cache
 from pathlib import Path
 from typing import Protocol, Self
 
