@@ -430,10 +430,8 @@ class World:
                 self.start()
                 self.stage.run()
                 self._alarms()
-                self._operator()
-                if self.problems:
-                    break
-                if self._drained() and self.calm:
+                settled = self._operator()
+                if self.problems or (self._drained() and self.calm and not settled):
                     break
                 self.calm = self.calm or self._drained()
                 if self.calm:
@@ -557,8 +555,9 @@ class World:
             text = error.message if isinstance(error, IcestreamError) else repr(error)
             self.problems.append(f"false alarm {type(error).__name__}: {text}")
 
-    def _operator(self) -> None:
-        """Someone who reads the errors and asks for a replay of what was rolled back."""
+    def _operator(self) -> bool:
+        """Someone who asks for a replay of what was rolled back; True when there was something."""
+        settled = False
         sink = IcebergSink(
             MemoryCatalog(self.lake),  # type: ignore[arg-type]
             IcebergSinkOptions(namespace=NAMESPACE),
@@ -568,6 +567,8 @@ class World:
             if head.rolled_back_from is not None:
                 self.note(None, f"the operator replays {table}")
                 sink.settle_rollback(table, replay=True)
+                settled = True
+        return settled
 
     def _history(self, table: str) -> list[Snapshot]:
         """The table's snapshots from the first to the last."""
