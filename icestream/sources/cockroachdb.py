@@ -240,6 +240,7 @@ class FileSplit:
         for file in self.files:
             changes = reader.read(file, file.content(files))
             self._learn(file, changes)
+            self._refuse_other_key(key)
             lower = self.lower or (0, 0)
             yield only_within(changes, (lower[0], lower[1]), (self.upper[0], self.upper[1]))
 
@@ -251,6 +252,15 @@ class FileSplit:
     def learned(self) -> dict[str, tuple[Position, Position]]:
         """The span of timestamps in each file that was read."""
         return self.ranges
+
+    def _refuse_other_key(self, key: Sequence[str]) -> None:
+        """A delete tells its key and nothing else: by other columns it would miss its row."""
+        if self.source_key and key and set(self.source_key) != set(key):
+            raise ConfigInvalid(
+                f"rows of table {self.table} cannot be deleted by {', '.join(key)}",
+                detail=f"Its key is {', '.join(self.source_key)}.",
+                hint="Leave `equality_delete_by` out, or name the key's columns there.",
+            )
 
     def _learn(self, file: FeedFile, changes: pa.Table) -> None:
         at = changes.column(AT).combine_chunks().to_numpy(zero_copy_only=False)
