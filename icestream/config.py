@@ -21,7 +21,7 @@ import yaml
 from pyspark.sql import SparkSession
 
 from icestream import spark as sessions
-from icestream.errors import ConfigInvalid
+from icestream.errors import ConfigInvalid, keep_secret
 from icestream.iceberg.catalog import Catalog
 from icestream.pipeline import Cadence, Pipeline
 from icestream.sinks.iceberg import (
@@ -325,6 +325,7 @@ def _with_secrets(value: Any, place: str) -> Any:
                 f"{place} needs the environment variable {found[1]}",
                 hint=f"Set it: export {found[1]}=...",
             )
+        keep_secret(os.environ[found[1]])
         return os.environ[found[1]]
 
     return _SECRET.sub(secret, value)

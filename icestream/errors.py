@@ -11,9 +11,27 @@
 
 Messages read like PostgreSQL's: the primary line in lowercase without a period, then detail and
 hint as sentences. "could not" is for what may succeed later, "cannot" for what never will.
+No error carries a secret that the configuration took from the environment.
 """
 
 from typing import Any
+
+# A shorter one would blot out words that have nothing to do with it.
+SECRET_CHARACTERS_MIN = 4
+_secrets: set[str] = set()
+
+
+def keep_secret(value: str) -> None:
+    """Never show this value: errors and logs have stars in its place."""
+    if len(value) >= SECRET_CHARACTERS_MIN:
+        _secrets.add(value)
+
+
+def shown(text: str) -> str:
+    """The text without the values that are kept secret."""
+    for value in sorted(_secrets, key=len, reverse=True):
+        text = text.replace(value, "***")
+    return text
 
 
 class IcestreamError(Exception):
@@ -22,10 +40,10 @@ class IcestreamError(Exception):
     exit_code = 1
 
     def __init__(self, message: str, *, detail: str | None = None, hint: str | None = None):
-        super().__init__(message)
-        self.message = message
-        self.detail = detail
-        self.hint = hint
+        super().__init__(shown(message))
+        self.message = shown(message)
+        self.detail = shown(detail) if detail else detail
+        self.hint = shown(hint) if hint else hint
 
     def __str__(self) -> str:
         lines = [self.message]

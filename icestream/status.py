@@ -12,7 +12,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pyspark.sql import SparkSession
 
 from icestream.config import PipelineConfig, open_sink, open_source
-from icestream.errors import ConfigInvalid
+from icestream.errors import ConfigInvalid, shown
 from icestream.pipeline import Pipeline
 
 _PLAIN = set(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
@@ -108,7 +108,8 @@ class TextFormatter(logging.Formatter):
         at = datetime.fromtimestamp(record.created).strftime("%H:%M:%S")
         fields = " ".join(f"{name}={value}" for name, value in _fields(record).items())
         line = f"{at} {record.levelname.lower():7} {record.getMessage()}  {fields}".rstrip()
-        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+        text = f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+        return shown(text)
 
 
 class JsonFormatter(logging.Formatter):
@@ -121,9 +122,9 @@ class JsonFormatter(logging.Formatter):
             "at": at,
             "level": record.levelname.lower(),
             "logger": record.name,
-            "message": record.getMessage(),
+            "message": shown(record.getMessage()),
             **_fields(record),
         }
         if record.exc_info:
             data["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(data, default=str)
+        return shown(json.dumps(data, default=str))

@@ -16,14 +16,12 @@ STALL_SECONDS = 6.0
 
 FAULTS: dict[str, Fault] = {
     "500 after success": lambda rule: rule.answer_500_after(500),
-    "502 after success": lambda rule: rule.answer_500_after(502),
     # The client sends such a request again by itself.
     "503 after success": lambda rule: rule.answer_500_after(503),
     # What a gateway says that sent the request twice.
     "409 after success": lambda rule: rule.answer_500_after(409),
     "cut after success": lambda rule: rule.lose_answer(),
     "cut before the catalog heard of it": lambda rule: rule.cut_before(),
-    "500 without success": lambda rule: rule.refuse(500),
 }
 
 

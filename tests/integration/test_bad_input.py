@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 from pyspark.sql import SparkSession
 
+from tests.integration.changelog import Changelog, by_key
 from tests.integration.pipelines import Shell, assert_refused, document
+from tests.integration.test_formats import order, parquet, upload
 from tests.lake import Lake
 from tests.oracle import RandomFeed
 from tests.proxy import Proxy
@@ -149,6 +151,73 @@ def test_a_damaged_file_stops_the_pipeline_before_anything_of_its_epoch_is_commi
     damaged.unlink()
     assert shell.run(pipelines).code == 0
     assert_equal(local, "shop.orders", feed)
+
+
+def test_a_cut_parquet_file_stops_the_pipeline_until_it_is_whole(
+    shell: Shell, local: Lake, embedded: dict[str, str], tmp_path: Path
+) -> None:
+    """C1, E3: a file without its footer is damaged, not empty."""
+    log = Changelog.at(tmp_path / "feed")
+    source = {"keys": {"orders": ["id"]}}
+    pipelines = document(tmp_path / "feed", embedded, source=source)
+    log.put("orders", order(1, "one"), order(2, "two"))
+    parquet(log.folder, "orders", log.take())
+    log.mark()
+    assert shell.run(pipelines).code == 0
+    before = local.epochs("shop.orders")
+    known = set(log.folder.path.rglob("*.parquet"))
+    log.remove("orders", 1)
+    log.put("orders", order(3, "three"))
+    parquet(log.folder, "orders", log.take())
+    log.mark()
+    cut = (set(log.folder.path.rglob("*.parquet")) - known).pop()
+    whole = cut.read_bytes()
+    cut.write_bytes(whole[: len(whole) // 2])
+    assert_refused(shell.run(pipelines), OPERATOR, "is damaged", cut.name)
+    assert local.epochs("shop.orders") == before
+    cut.write_bytes(whole)
+    assert shell.run(pipelines).code == 0
+    assert by_key(local.rows("shop.orders"), ["id"]) == log.expected("orders")
+
+
+def test_a_feed_on_s3_that_refuses_the_secret_is_said_so_without_showing_it(
+    shell: Shell,
+    store: S3Server,
+    local: Lake,
+    embedded: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """U3, C1: access to the files is the source's own; mended, the run is exact."""
+    log = Changelog.at(tmp_path / "feed")
+    log.put("orders", order(1, "one"))
+    log.resolve()
+    prefix = f"lake/feeds/{tmp_path.name}"
+    upload(log.folder.path, store, prefix)
+    storage = {**store.iceberg_properties(), "s3.secret-access-key": "${env:FEED_SECRET}"}
+    pipelines = document(f"s3://{prefix}", embedded, source={"storage": storage})
+    monkeypatch.setenv("FEED_SECRET", "nobody-may-see-this")
+    answer = shell.run(pipelines)
+    assert_refused(answer, LATER, "could not list", "credentials")
+    assert "nobody-may-see-this" not in answer.err
+    monkeypatch.setenv("FEED_SECRET", store.secret_key)
+    assert shell.run(pipelines).code == 0
+    assert {row["name"] for row in local.rows("shop.orders")} == {"one"}
+
+
+def test_a_secret_in_an_address_is_not_shown_when_the_address_does_not_answer(
+    shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """U3: whatever came from the environment stays out of errors and logs."""
+    monkeypatch.setenv("CATALOG_PASSWORD", "nobody-may-see-this")
+    feed = RandomFeed.create(tmp_path / "feed", 26)
+    feed.epoch(5)
+    uri = "http://me:${env:CATALOG_PASSWORD}@127.0.0.1:" + str(free_port())
+    pipelines = document(feed.folder.path, {"type": "rest", "uri": uri})
+    for options in ([], ["--json"]):
+        answer = shell.run(pipelines, *options)
+        assert answer.code in (LATER, CONFIG)
+        assert "nobody-may-see-this" not in answer.err
 
 
 def test_a_type_that_does_not_fit_the_table_stops_and_a_mended_table_goes_on(
