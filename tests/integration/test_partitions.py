@@ -6,6 +6,7 @@ changes move a row to another partition. What must be there is worked out by the
 
 import math
 import random
+import re
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, date, datetime
@@ -277,7 +278,8 @@ def test_filters_on_partitions_and_bounds_find_every_row(
     assert_exact(local, log)
     cases = [("plain", column) for column in COLUMNS]
     for table, terms in TERMS.items():
-        cases += [(table, column) for column in COLUMNS if any(column in term for term in terms)]
+        words = re.findall(r"\w+", " ".join(terms))
+        cases += [(table, column) for column in COLUMNS if column in words]
     assert_filters_find(local, cases, all_tables(local, list(TERMS)))
 
 
