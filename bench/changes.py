@@ -108,6 +108,15 @@ class ParquetSplit:
         """The file's size."""
         return Path(self.path).stat().st_size
 
+    @property
+    def each_key_once(self) -> bool:
+        """Not so: keys repeat."""
+        return False
+
+    def with_stored(self, values: pa.Table) -> "ParquetSplit":
+        """Itself."""
+        return self
+
     def learned(self) -> Any:
         """Nothing."""
         return None
@@ -127,7 +136,7 @@ def write_feed(folder: Path, table: pa.Table, topic: str, files: int, seed: int)
 
 
 def _lines(table: pa.Table, wall: int) -> list[str]:
-    names = [name for name in table.column_names if not name.startswith("$")]
+    names = [column.name for column in SHAPE.columns]
     values = table.select(names)
     created = values.column_names.index("created_at")
     text = pc.strftime(values.column("created_at"), format="%Y-%m-%dT%H:%M:%SZ")

@@ -42,15 +42,20 @@ class Folded:
         self.deleted = deleted
 
 
-def fold(changes: pa.Table, key: Sequence[str]) -> Folded:
+def fold(changes: pa.Table, key: Sequence[str], each_key_once: bool = False) -> Folded:
     """Reduce changes to one per key: what remains is what applying them one by one would leave.
 
-    Without a key nothing can be identified: every row is kept and none deleted.
+    Without a key nothing can be identified: every row is kept and none deleted. Where each key is
+    known to occur once, nothing needs to be brought together.
     """
     if not key:
         return Folded(changes, changes.slice(0, 0))
     if changes.num_rows == 0:
         return Folded(changes, changes)
+    if each_key_once:
+        ops = changes.column(OP).combine_chunks().to_numpy(zero_copy_only=False)
+        kept, deleted = np.flatnonzero(ops != Op.DELETE), np.flatnonzero(ops != Op.INSERT)
+        return _folded(changes, key, kept, deleted)
     ordered = _in_order(changes)
     # Numbers for names: Arrow would take a name such as `.id` for a path.
     parts = {str(number): _groupable(ordered.column(name)) for number, name in enumerate(key)}
@@ -62,8 +67,12 @@ def fold(changes: pa.Table, key: Sequence[str]) -> Folded:
     ops = ordered.column(OP).combine_chunks().to_numpy(zero_copy_only=False)
     kept = np.sort(last[ops[last] != Op.DELETE])
     deleted = np.sort(first[ops[first] != Op.INSERT])
-    identity = [*key, BEFORE] if BEFORE in ordered.column_names else list(key)
-    return Folded(_take(ordered, kept), _take(ordered.select(identity), deleted))
+    return _folded(ordered, key, kept, deleted)
+
+
+def _folded(changes: pa.Table, key: Sequence[str], kept: np.ndarray, deleted: np.ndarray) -> Folded:
+    identity = [*key, BEFORE] if BEFORE in changes.column_names else list(key)
+    return Folded(_take(changes, kept), _take(changes.select(identity), deleted))
 
 
 def _groupable(column: pa.ChunkedArray) -> pa.ChunkedArray:

@@ -23,6 +23,7 @@ from icestream.config import (
     open_source,
 )
 from icestream.demo import run_demo
+from icestream.epoch import resume_point
 from icestream.errors import ConfigInvalid, IcestreamError
 from icestream.pipeline import Pipeline
 from icestream.status import JsonFormatter, StatusServer, TextFormatter, pipeline_status
@@ -182,6 +183,9 @@ def _check_one(pipeline: PipelineConfig, spark: Any) -> dict[str, Any]:
     source, sink = open_source(pipeline, spark), open_sink(pipeline, spark)
     tables = list(source.tables())
     heads = sink.heads(tables)
+    progress = {name: head.progress for name, (_, head) in heads.items() if head.progress}
+    source.verify(resume_point(progress).at)
+    source.close()
     return {"pipeline": pipeline.name, "tables": tables, "existing": sorted(heads)}
 
 
@@ -199,7 +203,7 @@ def _status(options: argparse.Namespace) -> int:
 
 def _status_line(row: dict[str, Any]) -> str:
     return (
-        f"{row['pipeline']}  {row['table']}  epoch {row['epoch']}  resolved {row['position']}  "
+        f"{row['pipeline']}  {row['table']}  epoch {row['epoch']}  at {row['position']}  "
         f"snapshot {row['snapshot_id']}  committed {row['committed_at']}  {row['state']}"
     )
 
@@ -221,7 +225,9 @@ def _rollback(options: argparse.Namespace) -> int:
 
 
 def _demo(options: argparse.Namespace) -> int:
-    return run_demo(options.folder, options.seconds)
+    return run_demo(
+        options.folder, options.seconds, lambda pipelines: StatusServer("127.0.0.1", 0, pipelines)
+    )
 
 
 def _print(

@@ -31,11 +31,15 @@ from icestream.sinks.iceberg import (
     TableOptions,
     catalog_properties,
 )
+from icestream.sources import Source
 from icestream.sources.cockroachdb import CockroachdbFiles, CockroachdbOptions, IndexTask
+from icestream.sources.postgres import PostgresOptions, PostgresSource
 from icestream.worker import map_tasks, write_epoch
 
-SOURCES: dict[str, type] = {"cockroachdb": CockroachdbOptions}
+SOURCES: dict[str, type] = {"cockroachdb": CockroachdbOptions, "postgres": PostgresOptions}
 SINKS: dict[str, type] = {"iceberg": IcebergSinkOptions}
+# How often a slot moves on while the pipeline's own tables are idle and others are not.
+SLOT_HEARTBEAT_SECONDS = 300.0
 _RESERVED = "spark"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _SECRET = re.compile(r"\$\{env:([A-Za-z_][A-Za-z0-9_]*)\}")
@@ -60,7 +64,7 @@ class PipelineConfig:
     """One pipeline: a source, a sink, and how often."""
 
     name: str
-    source: CockroachdbOptions
+    source: CockroachdbOptions | PostgresOptions
     sink: IcebergSinkOptions
     cadence: Cadence = field(default_factory=Cadence)
 
@@ -221,22 +225,29 @@ def open_sink(config: PipelineConfig, spark: SparkSession) -> IcebergSink:
     properties = catalog_properties(config.sink)
     _make_folders(properties)
     catalog = Catalog(spark._jvm, spark._jsparkSession.sessionState().newHadoopConf(), properties)
-    return IcebergSink(catalog, config.sink, config.name)
+    return IcebergSink(catalog, config.sink, config.name, partial(sessions.stored_rows, spark))
 
 
-def open_source(config: PipelineConfig, spark: SparkSession) -> CockroachdbFiles:
+def open_source(config: PipelineConfig, spark: SparkSession) -> Source:
     """The pipeline's source."""
+    options = config.source
+    if isinstance(options, PostgresOptions):
+        parallelism = spark.sparkContext.defaultParallelism
+        return PostgresSource(options, config.name, config.cadence.epoch_bytes_max, parallelism)
 
     def index(tasks: Sequence[IndexTask]) -> Sequence[Any]:
         return map_tasks(spark, tasks)
 
-    return CockroachdbFiles(config.source, config.name, index, config.cadence.epoch_bytes_max)
+    return CockroachdbFiles(options, config.name, index, config.cadence.epoch_bytes_max)
 
 
 def open_pipeline(config: PipelineConfig, spark: SparkSession) -> Pipeline:
     """The pipeline, ready to run."""
     sink, source = open_sink(config, spark), open_source(config, spark)
-    return Pipeline(config.name, source, sink, config.cadence, partial(write_epoch, spark))
+    cadence = config.cadence
+    if cadence.heartbeat_interval is None and isinstance(config.source, PostgresOptions):
+        cadence = dataclasses.replace(cadence, heartbeat_interval=SLOT_HEARTBEAT_SECONDS)
+    return Pipeline(config.name, source, sink, cadence, partial(write_epoch, spark))
 
 
 def _make_folders(properties: Mapping[str, str]) -> None:

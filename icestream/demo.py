@@ -1,151 +1,338 @@
-"""The main job end to end, with embedded parts: real changefeed captures into a local lake.
+"""The main job end to end, with embedded parts: a busy PostgreSQL into a local lake.
 
-Captures of a real CockroachDB are written as a growing changefeed folder while a pipeline turns
-each resolved timestamp into one Iceberg snapshot per table. At the end source and lake are
-compared: the lake is read by Spark SQL, the source's state is worked out from the captured lines.
+A shop is opened in an embedded PostgreSQL and trades without a pause while a pipeline copies its
+tables and then follows their changes. At the end the shop closes, the pipeline is started once more
+to take what is left, from what the lake remembers alone, and every row and column of the source is
+compared with the lake, which Spark SQL reads.
 """
 
 import json
-import re
 import shutil
+import signal
+import statistics
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from decimal import Decimal
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from pyspark.sql import SparkSession
+from pyspark.sql.types import (
+    ArrayType,
+    BinaryType,
+    BooleanType,
+    DataType,
+    DecimalType,
+    FractionalType,
+    TimestampNTZType,
+    TimestampType,
+)
 
 from icestream.config import Config, catalogs, open_pipeline, open_session, parse
-from icestream.errors import ConfigInvalid, IcestreamError
+from icestream.errors import ConfigInvalid
 from icestream.pipeline import Pipeline
-from icestream.samples import FeedFolder, Row, capture, play, resolved_of
+from icestream.samples.postgres import EmbeddedPostgres
+from icestream.samples.shop import TABLES, Business, open_shop
+from icestream.sources.postgres.connection import (
+    Connection,
+    lsn_text,
+    parse_dsn,
+    parse_lsn,
+    quoted,
+)
 from icestream.spark import attach_catalog
 
-# Captures with timestamps, in the order in which the server made them: they continue each other.
-CAPTURES = (
-    "01_wrapped_updated_diff_mvcc_resolved.jsonl",
-    "06_bare.jsonl",
-    "09_schema_change_backfill.jsonl",
-    "10_schema_change_stop.jsonl",
-    "12_truncate.jsonl",
-    "17_two_tables.jsonl",
-    "20_cursor.jsonl",
-)
+SECONDS = 20.0
+SEED = 7
 _MARK = ".icestream-demo"
-_PACE_SECONDS = 0.3
-_SETTLE_SECONDS_MAX = 120.0
-_HLC = re.compile(r"\b(\d{19})\.(\d{10})\b")
-_DAY = 86_400_000_000_000
+_CATALOG, _NAMESPACE = "icestream", "shop"
+_COMMIT_SECONDS = 1.0
+_PAUSE_SECONDS = 0.08
+_LOOK_SECONDS = 0.2
+_STATUS_SECONDS = 5.0
+# The shop trades at least for this long after its tables are copied, unless that takes too long.
+_STREAM_SECONDS_MIN = 5.0
+_COPY_SECONDS_MAX = 120.0
+_HEADINGS = ("state", "table", "LSN", "epoch", "snapshot", "lag")
 
-State = dict[str, dict[str, dict[str, Any]]]
+Row = tuple[Any, ...]
 
 
-def run_demo(folder: str, seconds: float | None) -> int:
+class Served(Protocol):
+    """A status server that has been started."""
+
+    address: str
+
+    def close(self) -> None:
+        """Stop serving."""
+
+
+def run_demo(
+    folder: str, seconds: float | None, serve: Callable[[Sequence[Pipeline]], Served]
+) -> int:
     """Run the demo; returns 0 only when source and lake are equal."""
     home = _fresh_folder(Path(folder))
-    endless = seconds is None and sys.stdout.isatty()
-    config = _config(home)
-    _say(f"a changefeed grows in {home / 'feed'}, the lake in {home / 'warehouse'}")
-    _say("starting Spark (the first start also fetches Iceberg's jar) ...")
-    spark = open_session(config, config.pipelines)
-    try:
-        return _Demo(home, config, spark).run(endless, seconds or 0.0)
-    finally:
-        spark.stop()
+    limit = seconds if seconds is not None else (None if sys.stdout.isatty() else SECONDS)
+    _say(f"starting PostgreSQL in {home / 'postgres'} and opening a shop in it ...")
+    with EmbeddedPostgres(home / "postgres") as server:
+        open_shop(server.dsn)
+        _say("starting Spark (the first start also fetches Iceberg's jar) ...")
+        config = configuration(home, server.dsn)
+        spark = open_session(config, config.pipelines)
+        try:
+            attach_catalog(spark, _CATALOG, catalogs(config.pipelines)[0])
+            return _Demo(config, spark, server.dsn).run(limit, serve)
+        finally:
+            spark.stop()
 
 
 class _Demo:
-    def __init__(self, home: Path, config: Config, spark: SparkSession):
+    def __init__(self, config: Config, spark: SparkSession, dsn: str):
+        self._config = config
         self._spark = spark
-        self._feed = FeedFolder(home / "feed")
+        self._dsn = dsn
         self._pipeline = open_pipeline(config.pipelines[0], spark)
-        self._error: IcestreamError | None = None
-        self._rows: list[Row] = []
-        self._shown: set[Any] = set()
-        attach_catalog(spark, "icestream", catalogs(config.pipelines)[0])
+        self._shop = Business(dsn, SEED, _PAUSE_SECONDS)
+        self._error: Exception | None = None
+        self._interrupted = threading.Event()
+        self._shown: set[object] = set()
+        self._durable_at: dict[int, float] = {}
+        self._copied_at: float | None = None
 
-    def run(self, endless: bool, seconds: float) -> int:
-        worker = threading.Thread(target=self._run_pipeline, name="pipeline")
-        worker.start()
-        started = time.monotonic()
-        try:
-            for shift in _rounds(endless, seconds):
-                self._play(shift)
-            self._wait()
-        except KeyboardInterrupt:
-            self._wait()
-        finally:
-            elapsed = time.monotonic() - started
-            self._pipeline.stop()
-            worker.join()
-        if self._error:
-            raise self._error
-        return self._compare(elapsed)
+    def run(self, limit: float | None, serve: Callable[[Sequence[Pipeline]], Served]) -> int:
+        """Trade for `limit` seconds, or until Ctrl-C, then compare."""
+        started = time.time()
+        with closing(serve([self._pipeline])) as served:
+            _say(f"status: {served.address}/health and {served.address}/metrics")
+            _say("the shop trades" + ("" if limit is not None else "; Ctrl-C closes it"))
+            worker = threading.Thread(target=self._run_pipeline, name="pipeline")
+            self._shop.open()
+            worker.start()
+            try:
+                self._watch(started, limit)
+            finally:
+                self._shop.close()
+                closed_at = time.time()
+                self._pipeline.stop()
+                worker.join()
+        self._raise_errors()
+        _say("the shop is closed; the pipeline starts again and takes what is left ...")
+        self._pipeline = open_pipeline(self._config.pipelines[0], self._spark)
+        self._pipeline.run(once=True)
+        self._show_commits()
+        self._show_status()
+        equal = self._compare()
+        self._report(started, closed_at)
+        sys.stdout.write("source and lake are equal\n" if equal else "source and lake differ\n")
+        return 0 if equal else 1
 
     def _run_pipeline(self) -> None:
         try:
             self._pipeline.run()
-        except IcestreamError as error:
+        except Exception as error:
             self._error = error
 
-    def _play(self, shift: int) -> None:
-        """Write all captures, moved in time, at a pace that one can watch."""
-        rows = [_shifted(row, shift) for name in CAPTURES for row in capture(name)]
-        self._rows += rows
-        for _ in play(rows, self._feed):
-            time.sleep(_PACE_SECONDS)
-            self._show_commits()
+    def _raise_errors(self) -> None:
+        for error in (self._error, self._shop.failed):
+            if error is not None:
+                raise error
 
-    def _wait(self) -> None:
-        """Until everything written is durable."""
-        deadline = time.monotonic() + _SETTLE_SECONDS_MAX
-        wanted = _last_positions(self._rows)
-        while time.monotonic() < deadline and not self._error:
-            self._show_commits()
-            tables = _tables(self._pipeline)
-            if all(str(tables.get(t, {}).get("position", "")) >= p for t, p in wanted.items()):
-                return
-            time.sleep(_PACE_SECONDS)
+    def _watch(self, started: float, limit: float | None) -> None:
+        """Show what happens until it is time to end."""
+        # Spark's own way with Ctrl-C cancels its jobs, and the epoch that is being written.
+        former = signal.signal(signal.SIGINT, lambda *_: self._interrupted.set())
+        shown = time.time()
+        try:
+            while not self._interrupted.wait(_LOOK_SECONDS):
+                if self._error is not None or self._shop.failed is not None:
+                    return
+                self._show_commits()
+                if time.time() - shown > _STATUS_SECONDS:
+                    shown = time.time()
+                    self._show_status()
+                if limit is not None and time.time() - started >= limit and self._seen(started):
+                    return
+        finally:
+            signal.signal(signal.SIGINT, former)
+
+    def _seen(self, started: float) -> bool:
+        """Whether there was something to see of the stream, or no hope of it."""
+        if self._copied_at is None:
+            return time.time() - started > _COPY_SECONDS_MAX
+        return time.time() - self._copied_at > _STREAM_SECONDS_MIN
 
     def _show_commits(self) -> None:
         for table, commit in sorted(_tables(self._pipeline).items()):
             if commit["snapshot_id"] in self._shown:
                 continue
             self._shown.add(commit["snapshot_id"])
+            lsn, at = _lsn(commit), float(commit["committed_at"])
+            self._durable_at[lsn] = min(at, self._durable_at.get(lsn, at))
+            if self._copied_at is None and "to copy" not in str(commit["position"]):
+                self._copied_at = at
             _say(
-                f"  resolved {commit['position']}  ->  {table:4} epoch {commit['epoch']:<4} "
+                f"  committed {commit['position']}  ->  {table}  epoch {commit['epoch']}  "
                 f"snapshot {commit['snapshot_id']}"
             )
 
-    def _compare(self, elapsed: float) -> int:
-        expected, changes = _state(self._rows), sum(row.table is not None for row in self._rows)
-        equal, rows, snapshots = True, 0, 0
-        for table, wanted in sorted(expected.items()):
-            name = f"icestream.demo.{table}"
-            found = {
-                str([row["id"]]): _comparable(row)
-                for row in (r.asDict() for r in self._spark.table(name).collect())
-            }
-            count = self._spark.sql(
-                f"SELECT count(*) FROM {name}.snapshots WHERE summary['icestream.batch-id'] != ''"
-            ).collect()[0][0]
-            same = found == {key: _comparable(row) for key, row in wanted.items()}
-            equal, rows, snapshots = equal and same, rows + len(found), snapshots + count
-            _say(f"  {table:4} {len(found)} rows, {count} snapshots: {_verdict(same)}")
-        _say(
-            f"{changes} changes became {snapshots} snapshots and {rows} rows in {elapsed:.0f} s; "
-            f"the last resolved timestamp was durable {self._lag()} after it was written"
-        )
-        sys.stdout.write(f"source and lake are {'equal' if equal else 'NOT equal'}\n")
-        return 0 if equal else 1
+    def _show_status(self) -> None:
+        rows: list[tuple[str, ...]] = [_HEADINGS]
+        for table, commit in sorted(_tables(self._pipeline).items()):
+            lsn, at = _lsn(commit), float(commit["committed_at"])
+            place = bisect_left(self._shop.sales, lsn, key=lambda sale: sale.lsn)
+            lag = f"{at - self._shop.sales[place - 1].at:.1f} s" if place else ""
+            cells = (commit["state"], table, lsn_text(lsn), commit["epoch"], commit["snapshot_id"])
+            rows.append((*map(str, cells), lag))
+        if len(rows) > 1:
+            _say(_as_table(rows))
 
-    def _lag(self) -> str:
-        newest = max((p.stat().st_mtime for p in self._feed.path.rglob("*.RESOLVED")), default=0.0)
-        commits = [float(str(t["committed_at"])) for t in _tables(self._pipeline).values()]
-        return f"{max(0.0, max(commits, default=newest) - newest):.1f} s"
+    def _compare(self) -> bool:
+        equal = True
+        with Connection(parse_dsn(self._dsn)) as connection:
+            for table in TABLES:
+                difference = compare(self._spark, connection, table)
+                equal = equal and not difference.texts
+                verdict = "; ".join(difference.texts) or "equal to the source"
+                _say(f"  {table:10}{difference.rows:>8,} rows: {verdict}")
+        return equal
+
+    def _report(self, started: float, closed_at: float) -> None:
+        """Say what was moved, how fast, and how long it took to be durable."""
+        histories = [_history(self._spark, table) for table in TABLES]
+        # A copy leaves the stream where it is, so the first LSN is that of all copies.
+        first = min(lsn for history in histories for lsn, _ in history)
+        copied = sum(rows for history in histories for lsn, rows in history if lsn == first)
+        snapshots = sum(len(history) for history in histories)
+        sales = [sale for sale in self._shop.sales if sale.lsn > first]
+        changes, trading = sum(sale.changes for sale in sales), closed_at - started
+        events = ", ".join(f"{count} x {name}" for name, count in self._shop.events.items())
+        lags = self._lags(first)
+        lines = [
+            f"{copied:,} rows of {len(TABLES)} tables copied"
+            + (f" in {self._copied_at - started:.1f} s" if self._copied_at else ""),
+            f"{changes:,} changes in {len(sales):,} transactions streamed in {trading:.0f} s "
+            f"({changes / trading:,.0f} a second), among them {events}",
+            f"{snapshots} snapshots, one per epoch and table that changed",
+        ]
+        if lags:
+            lines.append(
+                f"a transaction was durable after {statistics.median(lags):.1f} s (median), "
+                f"{max(lags):.1f} s (longest); the commit interval is {_COMMIT_SECONDS:g} s"
+            )
+        sys.stdout.write("".join(f"{line}\n" for line in lines))
+
+    def _lags(self, first: int) -> list[float]:
+        """For each transaction of the stream the time until a commit covered it."""
+        bounds = sorted(self._durable_at)
+        lags = []
+        for sale in self._shop.sales:
+            place = bisect_left(bounds, sale.lsn + 1)
+            if sale.lsn > first and place < len(bounds):
+                lags.append(max(0.0, self._durable_at[bounds[place]] - sale.at))
+        return lags
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """What comparing a table has shown: its rows in the lake, and no texts when all is equal."""
+
+    rows: int
+    texts: Sequence[str]
+
+
+def compare(spark: SparkSession, connection: Connection, table: str) -> Difference:
+    """Compare every column of every row of a table, each side read by its own SQL."""
+    lake = spark.table(f"{_CATALOG}.{_NAMESPACE}.{table}")
+    names = [
+        str(row[0])
+        for row in connection.rows(
+            "SELECT attname::text FROM pg_attribute WHERE attrelid = CAST(:name AS regclass) "
+            "AND attnum > 0 AND NOT attisdropped AND attgenerated = '' ORDER BY attnum",
+            name=table,
+        )
+    ]
+    other = sorted(set(names) ^ set(lake.columns))
+    if other:
+        return Difference(rows=lake.count(), texts=[f"columns on one side only: {other}"])
+    kinds = {name: lake.schema[name].dataType for name in names}
+    arrays = {n for n, name in enumerate(names) if isinstance(kinds[name], ArrayType)}
+    ours = lake.selectExpr(*(_in_lake(name, kinds[name]) for name in names)).collect()
+    theirs = connection.rows(
+        f"SELECT {', '.join(_in_source(name, kinds[name]) for name in names)} FROM {quoted(table)}"
+    )
+    found = Counter(_comparable(row, arrays) for row in ours)
+    wanted = Counter(_comparable(row, arrays) for row in theirs)
+    missing, surplus = wanted - found, found - wanted
+    texts = []
+    if missing or surplus:
+        columns = [
+            name
+            for n, name in enumerate(names)
+            if Counter(row[n] for row in missing.elements())
+            != Counter(row[n] for row in surplus.elements())
+        ]
+        texts = [
+            f"{missing.total()} rows only in the source, {surplus.total()} only in the lake, "
+            f"with differences in {', '.join(columns)}"
+        ]
+    return Difference(rows=len(ours), texts=texts)
+
+
+def _comparable(row: Sequence[Any], arrays: set[int]) -> Row:
+    """A row with its arrays, which come as JSON, in one spelling."""
+    return tuple(
+        json.dumps(json.loads(value)) if n in arrays and value is not None else value
+        for n, value in enumerate(row)
+    )
+
+
+def _in_lake(name: str, kind: DataType) -> str:
+    """Spark SQL for a column's value in a form that PostgreSQL can give as well."""
+    column = f"`{name}`"
+    if isinstance(kind, BinaryType):
+        return f"lower(hex({column}))"
+    if isinstance(kind, TimestampType):
+        return f"unix_micros({column})"
+    if isinstance(kind, TimestampNTZType):
+        return f"date_format({column}, 'yyyy-MM-dd HH:mm:ss.SSSSSS')"
+    if isinstance(kind, ArrayType):
+        return f"to_json({column})"
+    if isinstance(kind, FractionalType) and not isinstance(kind, DecimalType):
+        return f"double({column})"
+    return f"string({column})"
+
+
+def _in_source(name: str, kind: DataType) -> str:
+    """PostgreSQL's counterpart of `_in_lake`."""
+    column = quoted(name)
+    if isinstance(kind, BinaryType):
+        return f"encode({column}, 'hex')"
+    if isinstance(kind, TimestampType):
+        return f"(extract(epoch FROM {column}) * 1000000)::bigint"
+    if isinstance(kind, TimestampNTZType):
+        return f"to_char({column}, 'YYYY-MM-DD HH24:MI:SS.US')"
+    if isinstance(kind, ArrayType):
+        return f"array_to_json({column})::text"
+    if isinstance(kind, FractionalType) and not isinstance(kind, DecimalType):
+        return f"{column}::float8"
+    if isinstance(kind, BooleanType):
+        return f"{column}::text"
+    # A cast to text would cut the padding of char(n), which belongs to the value.
+    return f"CASE WHEN {column} IS NOT NULL THEN format('%s', {column}) END"
+
+
+def _history(spark: SparkSession, table: str) -> list[tuple[int, int]]:
+    """For each epoch in a table's history its LSN and how many rows it added."""
+    found = spark.sql(
+        "SELECT summary['postgres.lsn'], coalesce(bigint(summary['added-records']), 0) "
+        f"FROM {_CATALOG}.{_NAMESPACE}.{table}.snapshots WHERE summary['icestream.batch-id'] != ''"
+    ).collect()
+    return [(parse_lsn(row[0]), row[1]) for row in found if row[0]]
 
 
 def _tables(pipeline: Pipeline) -> Mapping[str, Mapping[str, Any]]:
@@ -154,79 +341,30 @@ def _tables(pipeline: Pipeline) -> Mapping[str, Mapping[str, Any]]:
     return tables
 
 
-def _rounds(endless: bool, seconds: float) -> Iterator[int]:
-    """How far each round of captures is moved in time."""
-    started = time.monotonic()
-    yield 0
-    number = 1
-    while endless or time.monotonic() - started < seconds:
-        yield number * _DAY
-        number += 1
+def _lsn(commit: Mapping[str, Any]) -> int:
+    return parse_lsn(str(commit["position"]).partition(",")[0])
 
 
-def _shifted(row: Row, shift: int) -> Row:
-    value = _HLC.sub(lambda found: f"{int(found[1]) + shift}.{found[2]}", row.value)
-    return Row(table=row.table, key=row.key, value=value)
+def _as_table(rows: Sequence[tuple[str, ...]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = (
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        for row in rows
+    )
+    return "\n".join(f"  | {line.rstrip()}" for line in lines)
 
 
-def _state(rows: list[Row]) -> State:
-    """What the captured lines leave in each table, up to the last resolved timestamp."""
-    resolved = max(at for row in rows if row.table is None and (at := resolved_of(row.value)))
-    changes: dict[tuple[str, str], tuple[str, dict[str, Any] | None]] = {}
-    for row in rows:
-        if row.table is None:
-            continue
-        updated, after = _change(row.value)
-        if updated > f"{resolved[0]}.{resolved[1]:010d}":
-            continue
-        if updated >= changes.get((row.table, row.key), ("", None))[0]:
-            changes[row.table, row.key] = (updated, after)
-    state: State = {}
-    for (table, key), (_, after) in changes.items():
-        state.setdefault(table, {})
-        if after is not None:
-            state[table][key] = after
-    return state
-
-
-def _change(value: str) -> tuple[str, dict[str, Any] | None]:
-    message = json.loads(value, parse_float=Decimal)
-    if "__crdb__" not in message:
-        return message["updated"], message["after"]
-    meta = message.pop("__crdb__")
-    return meta["updated"], message or None
-
-
-def _last_positions(rows: list[Row]) -> dict[str, str]:
-    """For each table the timestamp of its last change that is resolved."""
-    resolved = max(at for row in rows if row.table is None and (at := resolved_of(row.value)))
-    limit = f"{resolved[0]}.{resolved[1]:010d}"
-    last: dict[str, str] = {}
-    for row in rows:
-        if row.table is not None and (updated := _change(row.value)[0]) <= limit:
-            last[row.table] = max(last.get(row.table, ""), updated)
-    return last
-
-
-def _comparable(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row without its nulls: a column that the source dropped stays in the lake as null."""
-    return {name: value for name, value in row.items() if value is not None}
-
-
-def _verdict(same: bool) -> str:
-    return "equal to the source" if same else "DIFFERENT from the source"
-
-
-def _config(home: Path) -> Config:
+def configuration(home: Path, dsn: str) -> Config:
+    """The demo's pipeline, with all that it keeps in a folder."""
     catalog = {
         "type": "jdbc",
-        "name": "icestream",
+        "name": _CATALOG,
         "uri": f"jdbc:sqlite:{home.resolve() / 'catalog.db'}",
         "warehouse": str(home.resolve() / "warehouse"),
     }
-    source = {"cockroachdb": {"files": str(home.resolve() / "feed")}}
-    sink = {"iceberg": {"catalog": catalog, "namespace": "demo"}}
-    return parse({"demo": {"source": source, "sink": sink, "commit_interval": "PT0.5S"}})
+    source = {"postgres": {"dsn": dsn, "tables": [f"public.{table}" for table in TABLES]}}
+    sink = {"iceberg": {"catalog": catalog, "namespace": _NAMESPACE}}
+    return parse({"demo": {"source": source, "sink": sink, "commit_interval": _COMMIT_SECONDS}})
 
 
 def _fresh_folder(home: Path) -> Path:

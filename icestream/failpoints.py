@@ -18,6 +18,7 @@ AFTER_SWAP = "after-swap"
 AFTER_COMMIT = "after-commit"
 AFTER_ACK = "after-ack"
 AFTER_CLAIM = "after-claim"
+AFTER_SLOT = "after-slot"
 
 # The four rules of the commit protocol; a test that takes one out must see the damage.
 RULE_SWAP = "rule-swap"

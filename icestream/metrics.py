@@ -36,6 +36,9 @@ LAG_SECONDS = Gauge(
 LAG_EPOCHS = Gauge(
     "icestream_lag_epochs", "Epochs that are available and not yet durable.", ["pipeline"]
 )
+SLOT_LAG_BYTES = Gauge(
+    "icestream_slot_lag_bytes", "Log that a PostgreSQL server keeps for a slot.", ["slot"]
+)
 EPOCH_AGE_SECONDS = Gauge(
     "icestream_epoch_age_seconds", "Time since the last durable epoch.", ["pipeline"]
 )

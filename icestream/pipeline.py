@@ -18,8 +18,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
@@ -40,7 +40,7 @@ from icestream.errors import (
 from icestream.frontier import Frontier
 from icestream.schema import SchemaGap
 from icestream.sinks import Committed, Sink, StaleWrite, Writer, Written
-from icestream.sources import Source, Split
+from icestream.sources import Source, Split, SplitsLost, ValuesNeeded
 from icestream.worker import Outcome, describe
 
 log = logging.getLogger(__name__)
@@ -125,10 +125,11 @@ class Cadence:
             "unit": "bytes",
         },
     )
-    heartbeat_interval: float = field(
-        default=0.0,
+    heartbeat_interval: float | None = field(
+        default=None,
         metadata={
-            "doc": "Longest time that a frontier without changes stays unpublished; 0 is never.",
+            "doc": "Longest time that a frontier without changes stays unpublished; 0 is never. "
+            "By default PT5M for PostgreSQL, whose slot could not move on otherwise, else 0.",
             "unit": "duration",
         },
     )
@@ -155,6 +156,8 @@ class Pipeline:
         self._number = 0
         self._durable = Frontier()
         self._durable_at = time.monotonic()
+        self._settled = threading.Condition()
+        self._settled_number = 0
         self._pending: deque[Frontier] = deque()
         age = metrics.EPOCH_AGE_SECONDS.labels(name)
         age.set_function(lambda: time.monotonic() - self._durable_at)
@@ -178,9 +181,15 @@ class Pipeline:
             self._source.close()
 
     def _run(self, once: bool) -> None:
-        if once and self._nothing_to_do():
+        tables = self._source.tables()
+        before = self._retry(partial(self._sink.durable, tables))
+        # A table that bears no generation was never this pipeline's, whatever others remember.
+        self._source.unclaimed(
+            [name for name in tables if name not in before or not before[name].generation]
+        )
+        if once and self._nothing_to_do(before):
             return
-        progress = self._sink.claim(self._source.tables())
+        progress = self._retry(partial(self._sink.claim, tables))
         resume = resume_point(progress)
         self._number, self._durable = resume.number, resume.at
         log.info(
@@ -193,11 +202,11 @@ class Pipeline:
         for table, mine in behind.items():
             self._replay(table, mine)
         self.health.become(State.RUNNING)
+        self._settled_number = self._number
         self._stream(once)
 
-    def _nothing_to_do(self) -> bool:
+    def _nothing_to_do(self, progress: Mapping[str, Progress]) -> bool:
         """Whether a run would leave everything as it is; then it need not even claim the tables."""
-        progress = self._sink.durable(self._source.tables())
         resume = resume_point(progress)
         self._durable = resume.at
         behind = resume.unfinished or resume.replays or self._without_history(progress)
@@ -218,9 +227,9 @@ class Pipeline:
         self._retry(lambda: self._source.available(epoch.lower))
         others = {*resume.carriers, *behind}
         splits = [s for s in self._source.splits(epoch) if s.table not in others]
-        written = self._write(epoch, splits, len(resume.carriers))
+        written = self._write(epoch, splits, len(resume.carriers), others=others)
         missing = resume.tables - len(resume.carriers)
-        found = {str(json.loads(report)["table"]) for report in written.reports}
+        found = {str(json.loads(report)["table"]) for report in written.reports} | written.emptied
         if len(found) + len(behind) < missing:
             raise HistoryLost(
                 f"the source no longer has all of epoch {epoch.number}",
@@ -255,8 +264,9 @@ class Pipeline:
             epoch = self._mint(lower, upper)
             splits = [s for s in self._source.splits(epoch) if s.table == table]
             last = upper == self._durable
-            written = self._write(epoch, splits, 0, replaying=not last)
-            if written.reports:
+            others = {name for name in self._source.tables() if name != table}
+            written = self._write(epoch, splits, 0, replaying=not last, others=others)
+            if written.reports or written.emptied:
                 self._commit(epoch, splits, written)
             elif last:
                 self._sink.heartbeat(epoch, table)
@@ -278,9 +288,15 @@ class Pipeline:
                         in_flight.append((epoch, splits, future))
                         lower = upper
                     if in_flight:
-                        epoch, splits, future = in_flight.popleft()
-                        self._settle(epoch, splits, future.result())
+                        try:
+                            epoch, splits, future = in_flight.popleft()
+                            self._settle(epoch, splits, future.result())
+                        except SplitsLost as error:
+                            log.warning("reading again: %s", error, extra={"pipeline": self.name})
+                            self._give_up(in_flight)
+                            lower = self._durable
                     elif once:
+                        self._last_heartbeat(lower)
                         return
                     else:
                         self._stop.wait(self._cadence.commit_interval)
@@ -290,9 +306,21 @@ class Pipeline:
                 for _, _, future in in_flight:
                     future.cancel()
 
+    def _give_up(self, in_flight: deque[tuple[Epoch, Sequence[Split], Future[Written]]]) -> None:
+        """Forget all epochs that are not committed; nobody has seen anything of them."""
+        for _, _, future in in_flight:
+            future.cancel()
+        wait([future for _, _, future in in_flight])
+        in_flight.clear()
+        self._pending.clear()
+        with self._settled:
+            self._settled_number = self._number
+
     def _next_boundary(self, lower: Frontier, once: bool, busy: bool) -> Frontier | None:
         """The next upper bound; the source is asked only when all it named are used up."""
-        if not self._pending and not busy:
+        if once and self._source.caught_up(lower):
+            self._pending.clear()
+        elif not self._pending and not busy:
             self._pending.extend(self._available(lower, once))
         metrics.LAG_EPOCHS.labels(self.name).set(len(self._pending))
         return self._pending.popleft() if self._pending else None
@@ -318,31 +346,56 @@ class Pipeline:
 
     def _settle(self, epoch: Epoch, splits: Sequence[Split], written: Written) -> None:
         """Make an epoch that was written durable, and tell the source."""
-        if written.reports:
+        if written.reports or written.emptied:
             self._commit(epoch, splits, written)
         elif not self._heartbeat(epoch):
+            self._mark_settled(epoch)
             return
         self._durable = epoch.upper
         self._durable_at = time.monotonic()
         failpoints.reach(failpoints.AFTER_COMMIT)
         self._source.ack(epoch.upper)
         failpoints.reach(failpoints.AFTER_ACK)
+        self._mark_settled(epoch)
         self._observe()
+
+    def _mark_settled(self, epoch: Epoch) -> None:
+        with self._settled:
+            self._settled_number = epoch.number
+            self._settled.notify_all()
 
     def _heartbeat(self, epoch: Epoch) -> bool:
         """Publish a frontier without changes when it is due; False when it stays in memory."""
-        interval = self._cadence.heartbeat_interval
+        interval = self._cadence.heartbeat_interval or 0.0
         due = interval > 0 and time.monotonic() - self._durable_at >= interval
         return due and self._sink.heartbeat(epoch)
 
+    def _last_heartbeat(self, lower: Frontier) -> None:
+        """Publish at the end of a single run what it found: the next may be long in coming."""
+        if not self._cadence.heartbeat_interval or lower == self._durable:
+            return
+        if self._sink.heartbeat(self._mint(self._durable, lower)):
+            self._durable = lower
+            self._source.ack(lower)
+
     def _write(
-        self, epoch: Epoch, splits: Sequence[Split], skipped: int, replaying: bool = False
+        self,
+        epoch: Epoch,
+        splits: Sequence[Split],
+        skipped: int,
+        replaying: bool = False,
+        others: Collection[str] = (),
     ) -> Written:
-        """Have an epoch's files written, however many tries it takes within bounds."""
+        """Have an epoch's files written, however many tries it takes within bounds.
+
+        `others` are tables that have no part in it.
+        """
         labels = self._source.summary(epoch)
+        emptied = self._source.emptied(epoch) - set(others)
         for _ in range(REWRITES_MAX):
+            named = {split.table for split in splits} | emptied
             with self._tables_lock:
-                tables = self._retry(partial(self._prepared, {split.table for split in splits}))
+                tables = self._retry(partial(self._prepared, named))
                 usable = [split for split in splits if split.table in tables]
                 writer = self._retry(partial(self._sink.writer, epoch, tables))
             failpoints.reach(failpoints.BEFORE_WRITE)
@@ -350,7 +403,10 @@ class Pipeline:
                 outcome = self._retry(partial(self._write_once, epoch, usable, writer))
             except SchemaGap as gap:
                 with self._tables_lock:
-                    self._retry(partial(self._sink.add_columns, gap.table, gap.columns))
+                    self._retry(partial(self._sink.evolve, gap.table, gap.columns))
+                continue
+            except ValuesNeeded as need:
+                splits = self._with_stored(epoch, splits, need)
                 continue
             failpoints.reach(failpoints.AFTER_WRITE)
             metrics.ROWS_READ.labels(self.name).inc(outcome.rows)
@@ -364,8 +420,19 @@ class Pipeline:
                 writer=writer,
                 labels=labels,
                 replaying=replaying,
+                emptied=emptied & set(tables),
             )
         raise StaleWrite(epoch)
+
+    def _with_stored(
+        self, epoch: Epoch, splits: Sequence[Split], need: ValuesNeeded
+    ) -> list[Split]:
+        """Look up the rows that a table's splits ask for, as the epochs before left them."""
+        with self._settled:
+            while self._settled_number < epoch.number - 1 and not self._stop.is_set():
+                self._settled.wait(1.0)
+        stored = self._retry(partial(self._sink.stored, need.table, need.keys, need.columns))
+        return [s.with_stored(stored) if s.table == need.table else s for s in splits]
 
     def _write_once(self, epoch: Epoch, splits: Sequence[Split], writer: Writer) -> Outcome:
         description = f"icestream {self.name} epoch {epoch.number}"
@@ -395,7 +462,10 @@ class Pipeline:
                 check(attempt + 1 < REWRITES_MAX, "a table's schema comes to rest")
                 log.info("writing again: %s changed", stale, extra={"epoch": epoch.number})
                 # A table that took the epoch already is found to carry it, and keeps it as it is.
-                written = self._write(epoch, splits, written.skipped, written.replaying)
+                others = self._source.emptied(epoch) - written.emptied
+                written = self._write(
+                    epoch, splits, written.skipped, written.replaying, others=others
+                )
         position = self._source.position(epoch.upper)
         self.health.committed(epoch.number, position, results)
         log.info(

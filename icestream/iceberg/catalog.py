@@ -1,16 +1,17 @@
 """Tables of any Iceberg catalog, through Iceberg's own Java library in the coordinator's JVM.
 
 `Table.head` reads fresh metadata; `Table.publish` swaps in one snapshot against exactly that
-metadata. The obvious way, `commit()` of an append or a transaction, rebases silently onto newer
-metadata, so a check made before it says nothing about what is swapped. Here the snapshot is only
-applied (its manifests are written), the new metadata is built from the checked one, and the
-catalog's compare-and-swap decides.
+metadata, and `Catalog.publish_together` those of several tables in one request. The obvious way,
+`commit()` of an append or a transaction, rebases silently onto newer metadata, so a check made
+before it says nothing about what is swapped. Here the snapshot is only applied (its manifests are
+written), the new metadata is built from the checked one, and the catalog's compare-and-swap
+decides.
 
 Data and delete files are described by what workers reported; they are never listed nor opened here.
 """
 
-import json
 import os
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -32,7 +33,18 @@ from icestream.errors import (
 )
 from icestream.iceberg import progress as summaries
 from icestream.iceberg.files import DATA, FileClosed
-from icestream.schema import Column
+from icestream.iceberg.rows import Bound
+from icestream.schema import (
+    NAME_MAPPING,
+    Change,
+    Column,
+    Step,
+    column_schema,
+    evolution,
+    refuse_doubles,
+    schema_from_json,
+    source_schema,
+)
 
 # Without an own limit a request to a silent catalog would wait for ever.
 _REST_DEFAULTS = {
@@ -52,6 +64,9 @@ _CERTAIN = (
 # How Iceberg's library refuses metadata of another table under the same name.
 _UUID_DIFFERS = "UUID does not match"
 ANCESTORS_MAX = 100_000
+# Each further try means that somebody else changed the table in between.
+EVOLUTIONS_MAX = 20
+_MANY_TABLES = "commitTransaction"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,8 +97,21 @@ class Head:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A snapshot whose manifests are written and that nobody sees until its metadata is swapped."""
+
+    table: TableName
+    snapshot_id: int
+    base: Any = field(repr=False)
+    new: Any = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WriteTarget:
-    """All that a worker needs to write files of a table; plain data."""
+    """All that a worker needs to write files of a table; plain data.
+
+    `source_schema_json` is the schema under the source's names, where they are others.
+    """
 
     table: str
     uuid: str
@@ -99,6 +127,7 @@ class WriteTarget:
     properties: Mapping[str, str]
     io_properties: Mapping[str, str]
     equality_columns: Sequence[str]
+    source_schema_json: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,6 +198,49 @@ class Catalog:
                 raise
             return [TableName(namespace=namespace, name=str(table.name())) for table in found]
 
+    def require_transactions(self) -> None:
+        """Raise `ConfigInvalid` unless the catalog commits to many tables at once."""
+        methods = {method.getName() for method in self._catalog.getClass().getMethods()}
+        supported = _MANY_TABLES in methods
+        if supported:
+            try:
+                # An empty list is refused by the client itself, once it has found the endpoint.
+                with _as_py4j():
+                    self._catalog.commitTransaction(self._jvm.java.util.ArrayList())
+            except Py4JJavaError as error:
+                supported = "UnsupportedOperationException" not in _class_names(error)
+        if not supported:
+            raise ConfigInvalid(
+                f"the catalog at {self.label} cannot commit to many tables at once",
+                hint="Use a REST catalog that supports transactions, or leave out `atomic`: each "
+                "table then gets a commit of its own.",
+            )
+
+    def publish_together(self, prepared: Sequence[Prepared]) -> None:
+        """Make the snapshots of all these tables visible, or none of them.
+
+        Raises `CommitConflict` when one of the tables is no longer as it was, and `CommitUnknown`
+        when the answer was lost. Nothing is deleted in either case.
+        """
+        iceberg = self._jvm.org.apache.iceberg
+        commits = self._jvm.java.util.ArrayList()
+        for one in prepared:
+            identifier = self._identifier(one.table)
+            commits.add(iceberg.catalog.TableCommit.create(identifier, one.base, one.new))
+        names = ", ".join(sorted(str(one.table) for one in prepared))
+        with _commit_outcomes(f"tables {names}"):
+            failpoints.reach(failpoints.BEFORE_SWAP)
+            try:
+                self._catalog.commitTransaction(commits)
+            except Py4JJavaError as error:
+                if "NoSuchTableException" not in _class_names(error):
+                    raise
+                # Which one is gone, a fresh look at each of them tells.
+                raise CommitConflict(
+                    f"the catalog refused a commit to tables {names}", detail=_reason(error)
+                ) from error
+            failpoints.reach(failpoints.AFTER_SWAP)
+
     def close(self) -> None:
         """Give back what the catalog's client holds."""
         if hasattr(self._catalog, "close"):
@@ -234,20 +306,38 @@ class Table:
             )
 
     def publish(
-        self, head: Head, branch: str, files: Sequence[FileClosed], summary: Mapping[str, str]
+        self,
+        head: Head,
+        branch: str,
+        files: Sequence[FileClosed],
+        summary: Mapping[str, str],
+        emptied: bool = False,
     ) -> int:
         """Make one snapshot of these files visible, if the table still is as `head` saw it.
 
         The pipeline's tag moves in the same swap. Raises `CommitConflict` when the catalog refused
         it and `CommitUnknown` when the answer was lost. Nothing is deleted in either case.
         """
+        return self.swap(self.prepare(head, branch, files, summary, emptied))
+
+    def prepare(
+        self,
+        head: Head,
+        branch: str,
+        files: Sequence[FileClosed],
+        summary: Mapping[str, str],
+        emptied: bool = False,
+    ) -> Prepared:
+        """Write the manifests of one snapshot and build the metadata that shows it.
+
+        With `emptied` all that the branch holds is gone in that snapshot but these files.
+        """
         base = head.metadata
         if not failpoints.rule_on(failpoints.RULE_SWAP):
             base = self._table.operations().refresh()
         # Nothing is committed yet when the manifests cannot be written: that outcome is known.
         with _as_unavailable(f"could not write the manifests of table {self.name}"):
-            snapshot = self._apply(branch, files, summary)
-        with _commit_outcomes(self.name):
+            snapshot = self._apply(branch, files, summary, emptied)
             parent = _latest(base, branch)
             if snapshot.parentId() != (parent.snapshotId() if parent else None):
                 raise CommitConflict(f"the head of table {self.name} moved before the swap")
@@ -259,10 +349,17 @@ class Table:
                 .setRef(summaries.tag_name(summary[summaries.PIPELINE]), tag)
                 .build()
             )
+            return Prepared(
+                table=self.name, snapshot_id=int(snapshot.snapshotId()), base=base, new=new
+            )
+
+    def swap(self, prepared: Prepared) -> int:
+        """Replace the metadata that was checked by the prepared one; returns the snapshot's id."""
+        with _commit_outcomes(f"table {self.name}"):
             failpoints.reach(failpoints.BEFORE_SWAP)
-            self._table.operations().commit(base, new)
+            self._table.operations().commit(prepared.base, prepared.new)
             failpoints.reach(failpoints.AFTER_SWAP)
-            return int(snapshot.snapshotId())
+            return prepared.snapshot_id
 
     def target(self, branch: str, equality_columns: Sequence[str]) -> WriteTarget:
         """What workers need to write files that this table can take as it is now."""
@@ -305,32 +402,155 @@ class Table:
         """The names of the identifier fields."""
         return sorted(self._table.schema().identifierFieldNames())
 
-    def add_columns(self, columns: Sequence[Column]) -> None:
-        """Add optional columns; a column that is there meanwhile is left as it is."""
+    def evolve(self, columns: Sequence[Column], key: Sequence[str]) -> bool:
+        """Let the table take these columns of the source, in one commit; False if it does already.
+
+        `key` names columns of the table that stay required. A schema that somebody else changes
+        meanwhile is looked at again. Raises `SchemaRejected` when no safe change leads there.
+        """
+        for _ in range(EVOLUTIONS_MAX):
+            with _as_unavailable(f"could not change the schema of table {self.name}"):
+                self._table.refresh()
+                steps = self._steps(columns, key)
+                if not steps:
+                    return False
+                try:
+                    self._take(steps)
+                    return True
+                except Py4JJavaError as error:
+                    if not _class_names(error) & set(_REFUSED):
+                        raise
+        raise CommitConflict(
+            f"the schema of table {self.name} does not come to rest",
+            detail=f"Somebody else changed the table {EVOLUTIONS_MAX} times in a row.",
+            hint="Find out who changes the table.",
+        )
+
+    def _steps(self, columns: Sequence[Column], key: Sequence[str]) -> list[Step]:
+        schema = schema_from_json(self.schema_json())
+        mapping = self.properties().get(NAME_MAPPING)
+        refuse_doubles(schema, mapping, columns, str(self.name))
+        there = {column.name: column.type for column in columns if not column.absent}
+        seen = source_schema(schema, mapping, there)
+        ids = {column.field_id for column in schema.fields if column.name in key}
+        names = [column.name for column in seen.fields if column.field_id in ids]
+        return evolution(seen, columns, names, str(self.name))
+
+    def _take(self, steps: Sequence[Step]) -> None:
+        """Commit the steps as one change of the schema, unless somebody else was faster."""
+        try:
+            with _as_py4j():
+                self._update_schema(steps).commit()
+        except Py4JJavaError as error:
+            if "IllegalArgumentException" not in _class_names(error):
+                raise
+            raise SchemaRejected(
+                f"table {self.name} cannot take the source's columns",
+                detail=_reason(error),
+                hint="Change the table's schema so that it takes them.",
+            ) from error
+
+    def _update_schema(self, steps: Sequence[Step]) -> Any:
+        parser, schema = self._jvm.org.apache.iceberg.SchemaParser, self._table.schema()
+        update = self._table.updateSchema()
+        for step in steps:
+            # Names are asked by id, for the source may have others.
+            number = step.field_id
+            path = schema.findColumnName(number) if number is not None else None
+            alone = parser.fromJson(column_schema(step.column).model_dump_json())
+            kind = alone.columns()[0].type()
+            if step.change == Change.LOOSEN:
+                update = update.makeColumnOptional(path)
+            elif step.change == Change.WIDEN:
+                update = update.updateColumn(path, kind)
+            else:
+                # The parent is named (or none) so that a dot in the name is not taken for a path.
+                update = update.addColumn(path, step.column.name, kind)
+        return update
+
+    @contextmanager
+    def staged(self, branch: str, bounds: Mapping[int, Bound]) -> Iterator[str | None]:
+        """Let Spark read the branch's rows within these bounds, by field id, as long as it lasts.
+
+        Yields the name to read from, or None when no file has such rows. Columns are called by
+        `staged_name`, so that no name can clash or need quotes; those that Spark knows no type for
+        are not there.
+        """
+        with _as_unavailable(f"could not plan a scan of table {self.name}"):
+            table = self._renamed(self._fresh_metadata())
+            tasks = self._planned(table, branch, bounds)
+            staged_id = str(uuid.uuid4())
+            cache = self._table_cache()
+            manager = self._jvm.org.apache.iceberg.spark.ScanTaskSetManager.get()
+        if tasks.isEmpty():
+            yield None
+            return
+        cache.add(staged_id, table)
+        manager.stageTasks(table, staged_id, tasks)
+        try:
+            yield staged_id
+        finally:
+            manager.removeTasks(table, staged_id)
+            cache.remove(staged_id)
+
+    def _planned(self, table: Any, branch: str, bounds: Mapping[int, Bound]) -> Any:
+        """The files that may hold rows within the bounds; a new branch starts at the main one."""
+        scan = table.newScan()
+        if table.operations().current().ref(branch) is not None:
+            scan = scan.useRef(branch)
+        for number, bound in bounds.items():
+            scan = scan.filter(self._expression(staged_name(number), bound))
+        found = self._jvm.java.util.ArrayList()
+        guava = self._jvm.org.apache.iceberg.relocated.com.google.common
+        tasks = scan.planFiles()
+        try:
+            guava.collect.Iterables.addAll(found, tasks)
+        finally:
+            tasks.close()
+        return found
+
+    def _renamed(self, metadata: Any) -> Any:
+        """The table with its columns called by their ids; never committed, only read."""
         iceberg = self._jvm.org.apache.iceberg
-        with _as_unavailable(f"could not add columns to table {self.name}"):
-            self._table.refresh()
-            update = self._table.updateSchema()
-            existing = {field.name() for field in self._table.schema().columns()}
-            for column in columns:
-                if column.name in existing:
-                    continue
-                field_json = {
-                    "type": "struct",
-                    "schema-id": 0,
-                    "fields": [
-                        {
-                            "id": 1,
-                            "name": column.name,
-                            "required": False,
-                            "type": json.loads(column.type.model_dump_json()),
-                        }
-                    ],
-                }
-                parsed = iceberg.SchemaParser.fromJson(json.dumps(field_json))
-                # The parent is named (none) so that a dot in the name is not taken for a path.
-                update = update.addColumn(None, column.name, parsed.columns()[0].type())
-            update.commit()
+        fields = self._jvm.java.util.ArrayList()
+        for column in metadata.schema().columns():
+            if self._known_to_spark(column):
+                copy = getattr(iceberg.types.Types.NestedField, "from")(column)
+                fields.add(copy.withName(staged_name(column.fieldId())).build())
+        schema = iceberg.Schema(fields)
+        new = iceberg.TableMetadata.buildFrom(metadata).setCurrentSchema(
+            schema, metadata.lastColumnId()
+        )
+        operations = iceberg.StaticTableOperations(new.build(), self._table.io())
+        return iceberg.BaseTable(operations, str(self.name))
+
+    def _known_to_spark(self, column: Any) -> bool:
+        try:
+            with _as_py4j():
+                self._jvm.org.apache.iceberg.spark.SparkSchemaUtil.convert(column.type())
+            return True
+        except Py4JJavaError as error:
+            if "UnsupportedOperationException" not in _class_names(error):
+                raise
+            return False
+
+    def _expression(self, name: str, bound: Bound) -> Any:
+        expressions = self._jvm.org.apache.iceberg.expressions.Expressions
+        if bound.ranged:
+            low, high = bound.values
+            return getattr(expressions, "and")(
+                expressions.greaterThanOrEqual(name, low), expressions.lessThanOrEqual(name, high)
+            )
+        values = self._jvm.java.util.ArrayList()
+        for value in bound.values:
+            values.add(value)
+        return getattr(expressions, "in")(name, values)
+
+    def _table_cache(self) -> Any:
+        """Where Spark finds a staged table; the gateway cannot tell the two `get`s apart."""
+        loader = self._jvm.java.lang.Thread.currentThread().getContextClassLoader()
+        kind = loader.loadClass("org.apache.iceberg.spark.SparkTableCache")
+        return kind.getMethod("get", None).invoke(None, None)
 
     def last_epoch_snapshot(self, pipeline: str, branch: str) -> int | None:
         """The snapshot of the pipeline's last epoch: claims and foreign snapshots stand behind."""
@@ -373,17 +593,20 @@ class Table:
             metadata = self._table.operations().refresh()
         except Py4JJavaError as error:
             if "NoSuchTableException" in _class_names(error):
-                raise _gone(self.name) from error
+                raise _gone(f"table {self.name}") from error
             if _UUID_DIFFERS in _reason(error):
                 raise replaced(self.name) from error
             raise
         if metadata is None:
-            raise _gone(self.name)
+            raise _gone(f"table {self.name}")
         return metadata
 
-    def _apply(self, branch: str, files: Sequence[FileClosed], summary: Mapping[str, str]) -> Any:
-        deletes = [file for file in files if file.kind != DATA]
-        update = self._table.newRowDelta() if deletes else self._table.newAppend()
+    def _apply(
+        self, branch: str, files: Sequence[FileClosed], summary: Mapping[str, str], emptied: bool
+    ) -> Any:
+        """Write the manifests of one snapshot; rows that are all removed need no delete file."""
+        added = [file for file in files if file.kind == DATA] if emptied else files
+        update, add_data = self._update(added, emptied)
         jackson = self._jvm.org.apache.iceberg.shaded.com.fasterxml.jackson
         mapper = jackson.databind.ObjectMapper()
         # A table may be partitioned by a number that is none, or infinite.
@@ -391,15 +614,21 @@ class Table:
         mapper.configure(special.mappedFeature(), True)
         parser = self._jvm.org.apache.iceberg.ContentFileParser
         specs = self._table.specs()
-        for file in files:
+        for file in added:
             content = parser.fromJson(mapper.readTree(file.content_json()), specs)
-            if file.kind != DATA:
-                update = update.addDeletes(content)
-            else:
-                update = update.addRows(content) if deletes else update.appendFile(content)
+            update = getattr(update, add_data if file.kind == DATA else "addDeletes")(content)
         for key, value in summary.items():
             update = update.set(key, value)
         return update.toBranch(branch).apply()
+
+    def _update(self, files: Sequence[FileClosed], emptied: bool) -> tuple[Any, str]:
+        """The kind of update that these files need, and its method that takes a data file."""
+        if emptied:
+            everything = self._jvm.org.apache.iceberg.expressions.Expressions.alwaysTrue()
+            return self._table.newOverwrite().overwriteByRowFilter(everything), "addFile"
+        if any(file.kind != DATA for file in files):
+            return self._table.newRowDelta(), "addRows"
+        return self._table.newAppend(), "appendFile"
 
     def _newest_own(self, metadata: Any, snapshot: Any, pipeline: str) -> tuple[Any, bool]:
         """The pipeline's newest snapshot on the way back from `snapshot`, and whether that way is
@@ -459,15 +688,20 @@ class Table:
         return all(manifest.partitionSpecId() == spec_id for manifest in manifests)
 
 
+def staged_name(field_id: int) -> str:
+    """What a column is called where its rows are staged for Spark."""
+    return f"c{field_id}"
+
+
 def _latest(metadata: Any, branch: str) -> Any:
     """The branch's head; a branch that does not exist yet starts at the table's current state."""
     reference = metadata.ref(branch)
     return metadata.snapshot(reference.snapshotId()) if reference else metadata.currentSnapshot()
 
 
-def _gone(name: TableName) -> ProgressLost:
+def _gone(where: str) -> ProgressLost:
     return ProgressLost(
-        f"table {name} is gone",
+        f"{where} is gone",
         detail="It was dropped or renamed while the pipeline was running.",
         hint="Restore the table, or start the pipeline anew to build it from the source.",
     )
@@ -579,38 +813,52 @@ def _reason(error: Py4JError) -> str:
 
 
 @contextmanager
-def _commit_outcomes(name: TableName) -> Iterator[None]:
+def _commit_outcomes(where: str) -> Iterator[None]:
     """Sort what a swap may raise: refused, certain to have failed, or unknown."""
     try:
-        yield
+        with _as_py4j():
+            yield
     except Py4JJavaError as error:
         names = _class_names(error)
         if names & set(_REFUSED) and "CommitStateUnknownException" not in names:
             raise CommitConflict(
-                f"the catalog refused a commit to table {name}", detail=_reason(error)
+                f"the catalog refused a commit to {where}", detail=_reason(error)
             ) from error
         if "NoSuchTableException" in names:
-            raise _gone(name) from error
+            raise _gone(where) from error
         if names & set(_CERTAIN):
             raise NeedsOperator(
-                f"the catalog does not take commits to table {name}",
+                f"the catalog does not take commits to {where}",
                 detail=_reason(error),
                 hint="Check the catalog's privileges and the table's properties.",
             ) from error
         raise CommitUnknown(
-            f"the answer to a commit to table {name} was lost", detail=_reason(error)
+            f"the answer to a commit to {where} was lost", detail=_reason(error)
         ) from error
     except Py4JNetworkError as error:
         raise CommitUnknown(
-            f"the answer to a commit to table {name} was lost", detail="the JVM is gone"
+            f"the answer to a commit to {where} was lost", detail="the JVM is gone"
         ) from error
+
+
+@contextmanager
+def _as_py4j() -> Iterator[None]:
+    """Let all of Java's exceptions look alike: Spark's library raises some of them as its own."""
+    try:
+        yield
+    except Exception as error:
+        origin = getattr(error, "_origin", None)
+        if origin is None:
+            raise
+        raise Py4JJavaError("the library raised an exception", origin) from error
 
 
 @contextmanager
 def _as_unavailable(message: str) -> Iterator[None]:
     """Turn the library's exceptions into errors that say who may help."""
     try:
-        yield
+        with _as_py4j():
+            yield
     except Py4JJavaError as error:
         raise _translated(error, message) from error
     except Py4JNetworkError as error:
@@ -641,7 +889,8 @@ def _translated(error: Py4JJavaError, message: str) -> IcestreamError:
 @contextmanager
 def _as_config(message: str) -> Iterator[None]:
     try:
-        yield
+        with _as_py4j():
+            yield
     except Py4JJavaError as error:
         raise SchemaRejected(
             message, detail=_reason(error), hint="Name columns that the table has."

@@ -12,7 +12,7 @@ import sys
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pyarrow as pa
@@ -23,9 +23,11 @@ from pyiceberg.io.pyarrow import (
     PyArrowFileIO,
     compute_statistics_plan,
     data_file_statistics_from_parquet_metadata,
+    match_metrics_mode,
     parquet_path_to_id_mapping,
 )
 from pyiceberg.schema import Schema
+from pyiceberg.types import UUIDType
 
 from icestream.errors import TargetUnavailable, check
 
@@ -140,7 +142,7 @@ class ParquetFolder:
         target_bytes = self._integer("write.target-file-size-bytes", _TARGET_FILE_BYTES)
         written = 0
         with _atomic_output(path, self._io_properties) as stream:
-            with pq.ParquetWriter(stream, rows.schema, **self._writer_options()) as writer:
+            with pq.ParquetWriter(stream, rows.schema, **self._writer_options(schema)) as writer:
                 while written < rows.num_rows and (written == 0 or stream.tell() < target_bytes):
                     group = rows.slice(written, group_rows)
                     writer.write_table(group, row_group_size=group_rows)
@@ -164,7 +166,7 @@ class ParquetFolder:
         # Files are cut between row groups, so a group must not be larger than a file.
         return int(max(1, min(group_bytes, target_bytes) // row_bytes))
 
-    def _writer_options(self) -> dict[str, Any]:
+    def _writer_options(self, schema: Schema) -> dict[str, Any]:
         codec = self._properties.get("write.parquet.compression-codec", "zstd")
         level = self._properties.get("write.parquet.compression-level")
         return {
@@ -177,11 +179,22 @@ class ParquetFolder:
             "use_dictionary": self._properties.get("write.parquet.dict-enabled", "true") == "true",
             "store_schema": False,
             "store_decimal_as_integer": True,
-            "write_statistics": True,
+            "write_statistics": _ordered_alike(schema),
         }
 
     def _integer(self, name: str, default: int) -> int:
         return int(self._properties.get(name, default))
+
+
+def _ordered_alike(schema: Schema) -> bool | list[str]:
+    """The columns that may have bounds: all but uuids.
+
+    Parquet orders a uuid by its bytes, Iceberg's Java library as two signed numbers. By such bounds
+    it passes over rows that a filter asks for, and over deletes that reach them.
+    """
+    paths = parquet_path_to_id_mapping(schema)
+    uuids = {path for path, number in paths.items() if schema.find_type(number) == UUIDType()}
+    return [path for path in paths if path not in uuids] if uuids else True
 
 
 def _metrics(
@@ -190,6 +203,15 @@ def _metrics(
     """Iceberg's column metrics in its JSON form, by the table's metrics modes."""
     plan = compute_statistics_plan(schema, properties)
     field_ids = parquet_path_to_id_mapping(schema)
+    none = match_metrics_mode("none")
+    uuids = [
+        column
+        for column in schema.fields
+        if column.field_type == UUIDType() and plan[column.field_id].mode != none
+    ]
+    for field_id, column in plan.items():
+        if column.iceberg_type == UUIDType():
+            plan[field_id] = replace(column, mode=none)
     found = data_file_statistics_from_parquet_metadata(metadata, plan, field_ids)
     for field_id in _without_bounds(metadata, field_ids):
         found.column_aggregates.pop(field_id, None)
@@ -198,6 +220,8 @@ def _metrics(
             aggregate.current_max = upper_text(aggregate.current_max, aggregate.trunc_length)
     statistics = found.to_serialized_dict()
     counted = set(statistics["value_counts"])
+    values = {column.field_id: rows.num_rows for column in uuids}
+    nulls = {column.field_id: rows.column(column.name).null_count for column in uuids}
     nan_counts = {
         column.field_id: pc.sum(pc.is_nan(rows.column(column.name)), min_count=0).as_py()
         for column in schema.fields
@@ -205,8 +229,8 @@ def _metrics(
     }
     return {
         "column-sizes": _pairs(statistics["column_sizes"]),
-        "value-counts": _pairs(statistics["value_counts"]),
-        "null-value-counts": _pairs(statistics["null_value_counts"]),
+        "value-counts": _pairs({**statistics["value_counts"], **values}),
+        "null-value-counts": _pairs({**statistics["null_value_counts"], **nulls}),
         "nan-value-counts": _pairs(nan_counts),
         "lower-bounds": _hex_pairs(statistics["lower_bounds"]),
         "upper-bounds": _hex_pairs(statistics["upper_bounds"]),

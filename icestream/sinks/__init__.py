@@ -25,7 +25,9 @@ class Writer(Protocol):
         """The columns that identify a row; empty when rows are only ever added."""
         ...
 
-    def write(self, table: str, shard: str, changes: pa.Table) -> Iterator[str]:
+    def write(
+        self, table: str, shard: str, changes: pa.Table, each_key_once: bool = False
+    ) -> Iterator[str]:
         """Write changes and report each file closed, as JSON; a second call does the same again."""
         ...
 
@@ -46,6 +48,8 @@ class Written:
 
     `skipped` counts the tables that carry the epoch already; `labels` are the source's own entries
     for the summaries; `replaying` says that more epochs follow which only these tables lack.
+    `emptied` names tables whose rows all go before the epoch's files are added; they commit even
+    without files, and count among the epoch's tables.
     """
 
     epoch: Epoch
@@ -54,6 +58,7 @@ class Written:
     writer: Writer | None
     labels: Mapping[str, str]
     replaying: bool = False
+    emptied: frozenset[str] = frozenset()
 
 
 class Sink(Protocol):
@@ -79,8 +84,18 @@ class Sink(Protocol):
         """
         ...
 
-    def add_columns(self, table: str, columns: Sequence[Column]) -> None:
-        """Let the table take columns it lacks."""
+    def evolve(self, table: str, columns: Sequence[Column]) -> None:
+        """Let the table take columns of the source that it lacks or holds too narrowly.
+
+        Raises `SchemaRejected` when no safe change leads there.
+        """
+        ...
+
+    def stored(self, table: str, keys: pa.Table, columns: Sequence[str]) -> pa.Table:
+        """The rows that the destination holds under these keys: the key and the wanted columns.
+
+        Keys that it does not hold are left out.
+        """
         ...
 
     def writer(self, epoch: Epoch, tables: Sequence[str]) -> Writer:
@@ -91,7 +106,7 @@ class Sink(Protocol):
         ...
 
     def commit(self, written: Written) -> Sequence[Committed]:
-        """Make the epoch durable in every table it has reports for, each with its progress.
+        """Make the epoch durable in every table with reports or emptied, each with its progress.
 
         Raises `Fenced`, `ProgressLost`, `StaleWrite` when the files no longer fit a table, and
         `CommitUnknown` when even reading back does not tell what happened.

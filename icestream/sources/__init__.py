@@ -10,8 +10,33 @@ from typing import Any, Protocol
 import pyarrow as pa
 
 from icestream.epoch import Epoch
+from icestream.errors import SourceUnavailable
 from icestream.frontier import Frontier
 from icestream.schema import TableShape
+
+
+class SplitsLost(SourceUnavailable):
+    """What a split was to read is gone, but the source can serve its changes in another way.
+
+    Everything that is not committed yet is given up, and the source is asked anew.
+    """
+
+
+class ValuesNeeded(Exception):
+    """Changes leave out values that did not change, and that only the destination has.
+
+    The coordinator looks up the rows under `keys`, once all earlier epochs are committed, and has
+    the split read again with what it found (`Split.with_stored`).
+    """
+
+    def __init__(self, table: str, keys: pa.Table, columns: Sequence[str]):
+        super().__init__(f"changes of table {table} leave out values of {', '.join(columns)}")
+        self.table = table
+        self.keys = keys
+        self.columns = columns
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ValuesNeeded, (self.table, self.keys, self.columns)
 
 
 class Split(Protocol):
@@ -27,12 +52,22 @@ class Split(Protocol):
         """How much of the source reading it takes."""
         ...
 
+    @property
+    def each_key_once(self) -> bool:
+        """Whether no key has two changes in the epoch; then they need not be brought together."""
+        ...
+
     def read(self, schema_json: str, key: Sequence[str]) -> Iterator[pa.Table]:
         """Change batches in the columns of the table's schema.
 
         Raises `SchemaGap` for columns that the table lacks, `SchemaRejected` for values that do
-        not fit, `DataRejected` for what cannot be read, `SourceUnavailable` when it may work later.
+        not fit, `DataRejected` for what cannot be read, `SourceUnavailable` when it may work later,
+        `ValuesNeeded` for values that only the destination has.
         """
+        ...
+
+    def with_stored(self, values: pa.Table) -> "Split":
+        """The same split, given the destination's rows that it asked for."""
         ...
 
     def learned(self) -> Any:
@@ -48,6 +83,10 @@ class Source(Protocol):
 
     def tables(self) -> Sequence[str]:
         """The tables known so far; more may appear with later epochs."""
+        ...
+
+    def known_tables(self) -> Sequence[str]:
+        """The tables that can be named without asking where the changes come from."""
         ...
 
     def shape(self, table: str) -> TableShape | None:
@@ -68,8 +107,30 @@ class Source(Protocol):
         """
         ...
 
+    def verify(self, durable: Frontier) -> None:
+        """Raise what would stop a run that goes on from `durable`; nothing is changed."""
+        ...
+
+    def caught_up(self, frontier: Frontier) -> bool:
+        """Whether all that was there when the source was first asked lies before a frontier.
+
+        A single run ends there although more keeps coming. False when only `available` can tell.
+        """
+        ...
+
     def splits(self, epoch: Epoch) -> Sequence[Split]:
         """The parts that hold the epoch's changes; empty when it has none."""
+        ...
+
+    def emptied(self, epoch: Epoch) -> frozenset[str]:
+        """Tables whose older rows all go in this epoch; its splits hold only what came after."""
+        ...
+
+    def unclaimed(self, tables: Sequence[str]) -> None:
+        """Told at the start: the pipeline has never owned these tables at the destination.
+
+        They are new, or someone dropped them: what was said to be durable of them is not there.
+        """
         ...
 
     def learn(self, learned: Any) -> None:

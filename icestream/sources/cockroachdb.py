@@ -231,6 +231,7 @@ class FileSplit:
     declared: Mapping[str, IcebergType]
     source_key: Sequence[str]
     ranges: dict[str, tuple[Position, Position]] = field(default_factory=dict, compare=False)
+    each_key_once: bool = False
 
     def read(self, schema_json: str, key: Sequence[str]) -> Iterator[pa.Table]:
         """Change batches, one for each file."""
@@ -248,6 +249,10 @@ class FileSplit:
     def size_bytes(self) -> int:
         """The size of its files as they lie in storage."""
         return sum(file.size_bytes for file in self.files)
+
+    def with_stored(self, values: pa.Table) -> "FileSplit":
+        """Itself: a changefeed leaves nothing out."""
+        return self
 
     def learned(self) -> dict[str, tuple[Position, Position]]:
         """The span of timestamps in each file that was read."""
@@ -668,6 +673,21 @@ class CockroachdbFiles:
             for table, whole in wanted.items()
             for files in self._packed(whole)
         ]
+
+    def verify(self, durable: Frontier) -> None:
+        """Look once for what comes next."""
+        self.available(durable)
+
+    def caught_up(self, frontier: Frontier) -> bool:
+        """Never said: the folder tells, when it has no newer marker."""
+        return False
+
+    def emptied(self, epoch: Epoch) -> frozenset[str]:
+        """None: a changefeed tells a truncation row by row."""
+        return frozenset()
+
+    def unclaimed(self, tables: Sequence[str]) -> None:
+        """Nothing: what the files hold of such tables is found by `has_history`."""
 
     def learn(self, learned: Mapping[str, tuple[Position, Position]]) -> None:
         """Remember the span of timestamps of files that were read, so that none is read in vain."""

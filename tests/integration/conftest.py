@@ -1,11 +1,14 @@
 """What the integration tests share beside the servers: embedded catalogs and the command line."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from pyspark.sql import SparkSession
 
+from icestream.samples.postgres import EmbeddedPostgres
 from tests.integration.pipelines import Shell, embedded_catalog, give_up_soon
+from tests.integration.postgres_world import World, free_name
 from tests.lake import Lake
 
 
@@ -36,3 +39,26 @@ def shell(
 ) -> Shell:
     """The command line in this process."""
     return Shell(spark, tmp_path, monkeypatch, capfd)
+
+
+@pytest.fixture(scope="session")
+def postgres_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedPostgres]:
+    """A PostgreSQL that all tests share, each with a database of its own."""
+    settings = {"max_replication_slots": "50", "max_wal_senders": "50", "max_connections": "200"}
+    with EmbeddedPostgres(tmp_path_factory.mktemp("postgres"), settings) as server:
+        yield server
+
+
+@pytest.fixture
+def world(
+    postgres_server: EmbeddedPostgres,
+    spark: SparkSession,
+    embedded: dict[str, str],
+    tmp_path: Path,
+) -> Iterator[World]:
+    """A database of the test's own, and a lake."""
+    world = World(postgres_server, free_name(tmp_path), spark, embedded)
+    try:
+        yield world
+    finally:
+        world.close()

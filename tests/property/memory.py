@@ -27,13 +27,29 @@ UNPARTITIONED = '{"spec-id":0,"fields":[]}'
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """One commit; `paths` are the files it added."""
+    """One commit; `paths` are the files it added, `emptied` says that no older one stays."""
 
     id: int
     parent: int | None
     operation: str
     summary: Mapping[str, str]
     paths: Sequence[str]
+    emptied: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A commit that is ready to be swapped in, and what it was checked against."""
+
+    table: TableName
+    base: "Metadata"
+    branch: str
+    tag: str
+    snapshot: Snapshot
+
+    @property
+    def snapshot_id(self) -> int:
+        return self.snapshot.id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +105,19 @@ class Lake:
     def next_id(self) -> int:
         """A snapshot id that was never used."""
         return next(self._ids)
+
+    def swap(self, prepared: Sequence[Prepared]) -> None:
+        """Swap all of these in, or none when the branch or tag of one has moved."""
+        after = {}
+        for one in prepared:
+            current = self.tables[one.table]
+            seen = one.base if failpoints.rule_on(failpoints.RULE_SWAP) else current
+            if any(current.refs.get(r) != seen.refs.get(r) for r in (one.branch, one.tag)):
+                raise CommitConflict(f"the head of table {one.table} has changed")
+            parent = seen.head(one.branch)
+            snapshot = replace(one.snapshot, parent=parent.id if parent else None)
+            after[one.table] = current.with_snapshot(snapshot, one.branch, one.tag)
+        self.tables.update(after)
 
     def foreign_commit(
         self, name: TableName, operation: str, summary: Mapping[str, str] = {}
@@ -167,6 +196,13 @@ class MemoryCatalog:
             lambda: [name for name in self._lake.tables if name.namespace == namespace]
         )
 
+    def require_transactions(self) -> None:
+        """It commits to many tables at once."""
+
+    def publish_together(self, prepared: Sequence[Prepared]) -> None:
+        what = f"{_told(prepared[0].snapshot.summary)} in {len(prepared)} tables at once"
+        self._wire.send(lambda: self._lake.swap(prepared), CommitUnknown, what)
+
     def close(self) -> None:
         """There is nothing to close."""
 
@@ -206,28 +242,41 @@ class MemoryTable:
         )
 
     def publish(
-        self, head: Head, branch: str, files: Sequence[FileClosed], summary: Mapping[str, str]
+        self,
+        head: Head,
+        branch: str,
+        files: Sequence[FileClosed],
+        summary: Mapping[str, str],
+        emptied: bool = False,
     ) -> int:
-        tag = summaries.tag_name(summary[summaries.PIPELINE])
-        base: Metadata = head.metadata
+        prepared = self.prepare(head, branch, files, summary, emptied)
+        what = f"{_told(summary)} in {self.name}"
+        self._wire.send(lambda: self._lake.swap([prepared]), CommitUnknown, what)
+        return prepared.snapshot_id
 
-        def swap() -> int:
-            current = self._lake.tables[self.name]
-            seen = base if failpoints.rule_on(failpoints.RULE_SWAP) else current
-            if any(current.refs.get(ref) != seen.refs.get(ref) for ref in (branch, tag)):
-                raise CommitConflict(f"the head of table {self.name} has changed")
-            parent = seen.head(branch)
-            snapshot = Snapshot(
-                id=self._lake.next_id(),
-                parent=parent.id if parent else None,
-                operation="overwrite" if any(f.kind != "data" for f in files) else "append",
-                summary=dict(summary),
-                paths=[file.path for file in files],
-            )
-            self._lake.tables[self.name] = current.with_snapshot(snapshot, branch, tag)
-            return snapshot.id
-
-        return self._wire.send(swap, CommitUnknown, f"{_told(summary)} in {self.name}")
+    def prepare(
+        self,
+        head: Head,
+        branch: str,
+        files: Sequence[FileClosed],
+        summary: Mapping[str, str],
+        emptied: bool = False,
+    ) -> Prepared:
+        snapshot = Snapshot(
+            id=self._lake.next_id(),
+            parent=None,
+            operation="overwrite" if any(f.kind != "data" for f in files) else "append",
+            summary=dict(summary),
+            paths=[file.path for file in files],
+            emptied=emptied,
+        )
+        return Prepared(
+            table=self.name,
+            base=head.metadata,
+            branch=branch,
+            tag=summaries.tag_name(summary[summaries.PIPELINE]),
+            snapshot=snapshot,
+        )
 
     def target(self, branch: str, equality_columns: Sequence[str]) -> WriteTarget:
         return WriteTarget(
@@ -261,13 +310,14 @@ class MemoryTable:
         ids = schema.get("identifier-field-ids", [])
         return sorted(column["name"] for column in schema["fields"] if column["id"] in ids)
 
-    def add_columns(self, columns: Sequence[Column]) -> None:
+    def evolve(self, columns: Sequence[Column], key: Sequence[str]) -> bool:
         self._wire.send(
             lambda: self._lake.evolve(self.name, columns),
             TargetUnavailable,
             f"adding columns to {self.name}",
         )
         self._current = self._lake.tables[self.name]
+        return True
 
     def write_side_file(self, name: str, content: bytes) -> str:
         path = f"memory/{self.name}/metadata/{name}"

@@ -94,6 +94,7 @@ class Weather:
     heartbeats: bool
     tables_named: bool
     epochs_in_flight: int
+    atomic: bool
 
     @staticmethod
     def draw(rng: random.Random) -> "Weather":
@@ -120,6 +121,7 @@ class Weather:
             heartbeats=rng.random() < 0.5,
             tables_named=rng.random() < 0.5,
             epochs_in_flight=rng.choice([1, 2, 3]),
+            atomic=rng.random() < 0.3,
         )
 
 
@@ -219,6 +221,18 @@ class StreamSource:
     def shape(self, table: str) -> TableShape:
         return TableShape(columns=[Column(name="position", type=LongType())], key=["position"])
 
+    def verify(self, durable: Frontier) -> None:
+        return None
+
+    def caught_up(self, frontier: Frontier) -> bool:
+        return False
+
+    def emptied(self, epoch: Epoch) -> frozenset[str]:
+        return frozenset()
+
+    def unclaimed(self, tables: Sequence[str]) -> None:
+        return None
+
     def has_history(self, table: str, before: Frontier) -> bool:
         upper = before[PARTITION][0] if before[PARTITION] else 0
         return bool(self._stream.positions(table, self._stream.acked, upper))
@@ -299,7 +313,7 @@ class Process(Wire):
         self._wakes_at = 0
         self._once = world.rng.random() < 0.7
         catalog = MemoryCatalog(world.lake, self)
-        options = IcebergSinkOptions(namespace=NAMESPACE)
+        options = IcebergSinkOptions(namespace=NAMESPACE, atomic=world.weather.atomic)
         self._pipeline = Pipeline(
             PIPELINE,
             StreamSource(self),
@@ -458,6 +472,8 @@ class World:
         self.note(process, f"done: {what}")
         if what.startswith("claim"):
             self.claims.append(process)
+        if self.weather.atomic and not self.weather.roll_back:
+            self._check_whole()
 
     def happens(self, odds: float) -> bool:
         return not self.calm and self.rng.random() < odds
@@ -627,6 +643,18 @@ class World:
             if lower < end:
                 self.problems.append("epochs overlap")
             end = carriers[0].upper[PARTITION][0]
+
+    def _check_whole(self) -> None:
+        """Nobody ever sees the newest epoch in some of its tables and not in the others."""
+        newest = []
+        for table in self.stream.tables:
+            history = self._history(table)[::-1]
+            own = [s for s in history if s.summary.get(summaries.PIPELINE) == PIPELINE][:1]
+            newest += [summaries.from_summary(s.summary, lambda path: b"") for s in own]
+        last = max((progress.epoch for progress in newest), default=0)
+        carriers = [progress for progress in newest if progress.epoch == last]
+        if last and len(carriers) != carriers[0].tables:
+            self.problems.append("a part of an epoch was seen")
 
 
 class _Pending:

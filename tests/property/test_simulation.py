@@ -2,11 +2,13 @@
 
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 import icestream.pipeline
 from icestream.epoch import Progress, Resume, resume_point
+from icestream.sinks.iceberg import IcebergSink
 from tests.property.simulation import EXACT, World, main, simulate
 
 # About five seconds on an idle core, ten on a busy one; `make sim` goes on as long as wanted.
@@ -32,6 +34,19 @@ def test_every_change_is_applied_exactly_once_whatever_happens():
     """E3, E4, E6, E8, I5, I6, X5: crashes, lost answers, rivals, compaction, zombies, rollbacks."""
     verdicts = {seed: simulate(seed) for seed in SEEDS}
     assert {seed: verdict for seed, verdict in verdicts.items() if verdict != EXACT} == {}
+
+
+def test_an_epoch_of_an_atomic_sink_is_never_seen_in_part(monkeypatch):
+    """I14: the simulation looks after every commit, and sees it when tables go one by one."""
+    worlds = [world for world in map(World, SEEDS) if world.weather.atomic]
+    assert len(worlds) > 30
+    monkeypatch.setattr(IcebergSink, "_publish_together", _one_by_one)
+    verdicts = [world.run() for world in worlds]
+    assert any("a part of an epoch was seen" in verdict for verdict in verdicts)
+
+
+def _one_by_one(sink: Any, commits: dict[str, Any]) -> list[Any]:
+    return [sink._publish(table, commit) for table, commit in commits.items()]
 
 
 def test_a_seed_gives_the_same_run_again():
@@ -63,6 +78,7 @@ def test_the_worlds_contain_every_kind_of_trouble():
         "somebody changes the schema",
         "adding columns",
         "the operator replays",
+        "tables at once",
     ):
         assert trouble in seen, trouble
 

@@ -80,6 +80,18 @@ class LogSource:
     def shape(self, table: str) -> TableShape | None:
         return SHAPE
 
+    def verify(self, durable: Frontier) -> None:
+        return None
+
+    def caught_up(self, frontier: Frontier) -> bool:
+        return False
+
+    def emptied(self, epoch: Epoch) -> frozenset[str]:
+        return frozenset()
+
+    def unclaimed(self, tables: Sequence[str]) -> None:
+        return None
+
     def has_history(self, table: str, before: Frontier) -> bool:
         upper = before["log"][0] if before["log"] else 0
         return table in self.log[self.forgotten : upper]

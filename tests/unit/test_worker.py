@@ -32,6 +32,7 @@ class ListSplit:
     batches: Sequence[Sequence[tuple[int, int, int | None]]] = ()
     error: Exception | None = None
     seen: dict[str, int] = field(default_factory=dict)
+    each_key_once: bool = False
 
     def read(self, schema_json: str, key: Sequence[str]) -> Iterator[pa.Table]:
         assert "value" in schema_json
@@ -172,6 +173,7 @@ def test_uuid_keys_are_brought_together(tmp_path):
     class UuidSplit:
         number: int
         table: str = "t"
+        each_key_once: bool = False
 
         def read(self, schema_json, key):
             plain = pa.array([bytes([n] * 16) for n in range(4)], pa.binary(16))
@@ -215,6 +217,7 @@ def test_an_error_of_the_writer_is_raised_as_it_was(tmp_path):
     @dataclass(frozen=True)
     class NullSplit:
         table: str = "t"
+        each_key_once: bool = False
 
         def read(self, schema_json, key):
             yield rows

@@ -1,17 +1,30 @@
 """The Iceberg sink: one snapshot per table and epoch, with the frontier in its summary.
 
-Only tables with changes commit an epoch, in parallel. The tables of a pipeline are those its
-configuration names, those its source has, and those in its namespace that bear its tag.
+Only tables with changes commit an epoch, in parallel, or with `atomic` all in one request. The
+tables of a pipeline are those its configuration names, those its source has, and those in its
+namespace that bear its tag.
 """
 
 import itertools
 import json
 import logging
+import re
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
+
+import pyarrow as pa
+from pyiceberg.schema import Schema
+from pyiceberg.types import (
+    DoubleType,
+    FixedType,
+    FloatType,
+    IcebergType,
+    NestedField,
+    StringType,
+)
 
 from icestream import failpoints, metrics
 from icestream.epoch import Epoch, Progress, batch_id
@@ -25,14 +38,27 @@ from icestream.iceberg.catalog import (
     TableName,
     WriteTarget,
     local_path,
+    staged_name,
 )
-from icestream.iceberg.files import FileClosed
-from icestream.schema import Column, TableShape, new_schema, schema_from_json
+from icestream.iceberg.files import DATA, FileClosed
+from icestream.iceberg.rows import bound, for_spark, from_spark
+from icestream.schema import (
+    NAME_MAPPING,
+    Column,
+    TableShape,
+    arrow_schema,
+    doubled,
+    new_schema,
+    schema_from_json,
+    source_schema,
+    table_names,
+)
 from icestream.sinks import Committed, StaleWrite, Written
 from icestream.sinks.iceberg.commit import (
     Commit,
     publish_claim,
     publish_epoch,
+    publish_together,
     refuse_rollback,
     refuse_successor,
     rival_run,
@@ -55,8 +81,11 @@ _NEW_TABLE_PROPERTIES = {
     "write.metadata.delete-after-commit.enabled": "true",
     "write.metadata.previous-versions-max": "100",
 }
+# A source whose columns change their names meets this many between two commits, and not more.
+RENAMES_MAX = 8
 # Options under this name hold for every table that has none of its own.
 ANY_TABLE = "*"
+_QUOTED_END = re.compile(r'(?:^|\.)"((?:[^"]|"")*)"$')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +133,10 @@ class IcebergSinkOptions:
     properties: Mapping[str, str] = field(
         default_factory=dict, metadata={"doc": "Iceberg table properties of new tables."}
     )
+    atomic: bool = field(
+        default=False,
+        metadata={"doc": "All tables of an epoch in one commit; needs a REST catalog."},
+    )
 
 
 DEFAULT_CATALOG = {
@@ -130,13 +163,19 @@ def catalog_properties(options: IcebergSinkOptions) -> dict[str, str]:
     return properties
 
 
+ReadRows = Callable[[str, pa.Table, Sequence[str]], pa.Table]
+"""Reads staged rows by their keys; `icestream.spark.stored_rows` on a Spark session."""
+
+
 class _TableState:
     """What this run knows of one table.
 
-    `proven` says that a successor claims the table before it lists tables for the last time.
+    `proven` says that a successor claims the table before it lists tables for the last time; `key`
+    has the table's names, and `columns` are the source's as far as they had to be asked, those that
+    were met last at the end.
     """
 
-    __slots__ = ("handle", "key", "progress", "proven", "target")
+    __slots__ = ("columns", "handle", "key", "progress", "proven", "renames", "target")
 
     def __init__(self, handle: Table, progress: Progress):
         self.handle = handle
@@ -144,25 +183,55 @@ class _TableState:
         self.proven = False
         self.key: Sequence[str] | None = None
         self.target: WriteTarget | None = None
+        self.columns: dict[str, IcebergType] = {}
+        self.renames = 0
+
+    def meet(self, columns: Sequence[Column]) -> None:
+        """Remember what the source calls its columns, for those that go by several names."""
+        for column in columns:
+            if not column.absent:
+                self.columns.pop(column.name, None)
+                self.columns[column.name] = column.type
+
+    def source_names(self) -> dict[int, str]:
+        """The names of the table's columns at the source, by field id."""
+        return {field.field_id: field.name for field in self.source_schema(()).fields}
+
+    def source_schema(self, names: Iterable[str]) -> Schema:
+        """The table's schema by the source's names, among them these."""
+        mapping = self.handle.properties().get(NAME_MAPPING)
+        schema = schema_from_json(self.handle.schema_json())
+        return source_schema(
+            schema, mapping, {**self.columns, **dict.fromkeys(names, StringType())}
+        )
 
 
 class IcebergSink:
     """See the module and `icestream.sinks.Sink`."""
 
-    def __init__(self, catalog: Catalog, options: IcebergSinkOptions, pipeline: str):
+    def __init__(
+        self,
+        catalog: Catalog,
+        options: IcebergSinkOptions,
+        pipeline: str,
+        read_rows: ReadRows | None = None,
+    ):
         self._catalog = catalog
+        self._read_rows = read_rows
         self._options = options
         self._pipeline = pipeline
         self._generation = 0
         self._claim_id = str(uuid.uuid4())
         self._states: dict[str, _TableState] = {}
         self._writers = itertools.count()
+        if options.atomic:
+            catalog.require_transactions()
 
     def table_name(self, table: str) -> TableName:
         """The name in the catalog of a source table."""
         namespace = tuple(self._options.namespace.split("."))
         given = self._table_options(table).table
-        return TableName(namespace=namespace, name=given or table.rsplit(".", 1)[-1])
+        return TableName(namespace=namespace, name=given or _last_part(table))
 
     def durable(self, tables: Sequence[str]) -> Mapping[str, Progress]:
         """What the tables remember; see `Sink.durable`."""
@@ -174,6 +243,9 @@ class IcebergSink:
 
     def claim(self, tables: Sequence[str]) -> Mapping[str, Progress]:
         """Take the pipeline over in every table that exists; see `Sink.claim`."""
+        # A call that failed on the way may have claimed some tables; this one claims them anew.
+        self._states = {}
+        self._claim_id = str(uuid.uuid4())
         heads = self.heads(tables)
         for table, (_, head) in heads.items():
             refuse_rollback(head, table, self._pipeline)
@@ -221,14 +293,27 @@ class IcebergSink:
             self._states[table] = state
         if state.key is None:
             state.key = self._key(table, state.handle, shape)
+            if NAME_MAPPING in state.handle.properties() and (known := shape()):
+                state.meet(known.columns)
         return True
 
-    def add_columns(self, table: str, columns: Sequence[Column]) -> None:
-        """Let the table take columns it lacks."""
-        log.info("adding columns %s", [c.name for c in columns], extra={"table": table})
+    def evolve(self, table: str, columns: Sequence[Column]) -> None:
+        """Let the table take these columns of the source; see `Sink.evolve`."""
         state = self._states[table]
-        state.handle.add_columns(columns)
+        before = state.source_names()
+        if state.handle.evolve(columns, state.key or ()):
+            log.info("columns %s evolved", [c.name for c in columns], extra={"table": table})
+            state.renames = 0
+        state.meet(columns)
         state.target = None
+        now = state.source_names()
+        changed = [number for number in before.keys() & now.keys() if before[number] != now[number]]
+        if changed:
+            # Each of two columns would take the other's place for ever.
+            state.renames += 1
+            if state.renames > RENAMES_MAX:
+                both = [before[changed[0]], now[changed[0]]]
+                raise doubled(str(state.handle.name), both[0], both)
 
     def writer(self, epoch: Epoch, tables: Sequence[str]) -> IcebergWriter:
         """A writer for the epoch's files of these tables, as they are now."""
@@ -247,9 +332,10 @@ class IcebergSink:
         )
 
     def commit(self, written: Written) -> Sequence[Committed]:
-        """Publish the epoch in every table it has files for, in parallel; see `Sink.commit`."""
+        """Publish the epoch in every table that it changes; see `Sink.commit`."""
         epoch = written.epoch
         files = collect(written.reports, epoch.number)
+        files.update({table: files.get(table, []) for table in sorted(written.emptied)})
         tables = written.skipped + len(files)
         progress = summaries.progress_of(epoch, self._pipeline, self._generation, tables)
         new = replace(progress, replaying=written.replaying)
@@ -257,6 +343,8 @@ class IcebergSink:
             table: self._commit(table, new, closed, written) for table, closed in files.items()
         }
         try:
+            if self._options.atomic and len(commits) > 1:
+                return self._publish_together(commits)
             return list(self._each(commits, self._publish).values())
         except StaleWrite:
             for state in self._states.values():
@@ -272,6 +360,33 @@ class IcebergSink:
         nothing = Written(epoch=epoch, reports=[], skipped=0, writer=None, labels={})
         self._publish(where, self._commit(where, new, [], nothing))
         return True
+
+    def stored(self, table: str, keys: pa.Table, columns: Sequence[str]) -> pa.Table:
+        """The branch's rows under these keys, by the source's names; see `Sink.stored`."""
+        read_rows = self._read_rows
+        if read_rows is None:
+            raise Broken("the sink was given no way to read rows")
+        names = list(dict.fromkeys([*keys.column_names, *columns]))
+        seen = self._states[table].source_schema(names)
+        places = {field.name: staged_name(field.field_id) for field in seen.fields}
+        fields = arrow_schema(seen)
+        result = pa.schema([fields.field(name) for name in names])
+        if keys.num_rows == 0:
+            return result.empty_table()
+        bounds = {
+            seen.find_field(name).field_id: limit
+            for name in keys.column_names
+            if (limit := bound(keys.column(name))) is not None
+        }
+        wanted = pa.table(
+            {places[name]: for_spark(keys.column(name)) for name in keys.column_names}
+        )
+        with self._states[table].handle.staged(self._options.branch, bounds) as staged:
+            if staged is None:
+                return result.empty_table()
+            found = read_rows(staged, wanted, [places[name] for name in names])
+        arrays = [from_spark(found.column(places[field.name]), field.type) for field in result]
+        return pa.table(arrays, schema=result)
 
     def close(self) -> None:
         """Let go of the catalog's connections."""
@@ -318,7 +433,12 @@ class IcebergSink:
         return handle if handle.has_tag(self._pipeline) else None
 
     def _target(self, table: str, state: _TableState) -> WriteTarget:
-        return state.handle.target(self._options.branch, state.key or ())
+        target = state.handle.target(self._options.branch, state.key or ())
+        schema = schema_from_json(target.schema_json)
+        seen = source_schema(schema, target.properties.get(NAME_MAPPING), state.columns)
+        if seen == schema:
+            return target
+        return replace(target, source_schema_json=seen.model_dump_json())
 
     def _refuse_rivals(self) -> None:
         """Make sure that this run still owns the pipeline before it writes to new tables.
@@ -381,46 +501,68 @@ class IcebergSink:
     def _key(
         self, table: str, handle: Table, shape: Callable[[], TableShape | None]
     ) -> Sequence[str]:
-        """The columns that identify a row, in the source's order."""
+        """The columns that identify a row by their names in the table, in the source's order."""
         given = self._table_options(table).equality_delete_by or self._options.equality_delete_by
         remembered = handle.properties().get(KEY_PROPERTY)
         key = list(given) or (json.loads(remembered) if remembered else [])
         if not key:
             known = shape()
-            key = list(known.key) if known else handle.identifier_columns()
-        columns = {column.name for column in schema_from_json(handle.schema_json()).fields}
-        missing = [name for name in key if name not in columns]
+            if known is None:
+                return handle.identifier_columns()
+            key = list(known.key)
+        schema = schema_from_json(handle.schema_json())
+        names = table_names(schema, handle.properties().get(NAME_MAPPING), key)
+        missing = [name for name in key if name not in names]
         if missing:
+            columns = sorted(column.name for column in schema.fields)
             raise ConfigInvalid(
                 f"table {handle.name} has no column {missing[0]} to delete by",
-                detail=f"Its columns are {', '.join(sorted(columns))}.",
+                detail=f"Its columns are {', '.join(columns)}.",
                 hint="Correct `equality_delete_by`.",
             )
-        return key
+        for name in names.values():
+            _refuse_vague(schema.find_field(name), str(handle.name))
+        return [names[name] for name in key]
 
     def _commit(
         self, table: str, new: Progress, files: Sequence[FileClosed], written: Written
     ) -> Commit:
         writer = written.writer
         target = writer.targets.get(table) if isinstance(writer, IcebergWriter) else None
+        emptied = table in written.emptied
+        # Where no older row stays there is nothing to delete.
+        kept = [file for file in files if not emptied or file.kind == DATA]
         return Commit(
             table=table,
             branch=self._options.branch,
             expected=self._states[table].progress,
             new=new,
-            files=files,
+            files=kept,
             written_for=(target.uuid, target.schema_id, target.spec_id) if target else None,
             labels=written.labels,
+            emptied=emptied,
         )
 
     def _publish(self, table: str, commit: Commit) -> Committed:
+        committed = publish_epoch(self._states[table].handle, commit)
+        self._note(table, commit)
+        return committed
+
+    def _publish_together(self, commits: Mapping[str, Commit]) -> list[Committed]:
+        handles = {table: self._states[table].handle for table in commits}
+        committed = publish_together(self._catalog, handles, commits, self._each)
+        for table, commit in commits.items():
+            self._note(table, commit)
+        return list(committed.values())
+
+    def _note(self, table: str, commit: Commit) -> None:
+        """Remember what a table holds now that its commit is durable."""
         state = self._states[table]
-        committed = publish_epoch(state.handle, commit)
         state.progress = commit.new
+        state.renames = 0
         for file in commit.files:
             metrics.ROWS_WRITTEN.labels(table, file.kind).inc(file.record_count)
             metrics.BYTES_WRITTEN.labels(table, file.kind).inc(file.size_bytes)
-        return committed
 
     def _table_options(self, table: str) -> TableOptions:
         options = self._options.tables
@@ -436,6 +578,22 @@ class IcebergSink:
         if errors:
             raise max(errors, key=lambda error: getattr(error, "exit_code", 9))
         return {key: future.result() for key, future in futures.items()}
+
+
+def _refuse_vague(column: NestedField, table: str) -> None:
+    """Iceberg forbids deletes by numbers that are not exact; Spark misses those by fixed bytes."""
+    if isinstance(column.field_type, FloatType | DoubleType | FixedType):
+        raise ConfigInvalid(
+            f"rows of table {table} cannot be deleted by column {column.name}",
+            detail=f"It is a {column.field_type}, and readers would still show deleted rows.",
+            hint="Name other columns in `equality_delete_by`.",
+        )
+
+
+def _last_part(table: str) -> str:
+    """The table's own name; parts that hold dots stand in quotes."""
+    quoted = _QUOTED_END.search(table)
+    return quoted[1].replace('""', '"') if quoted else table.rsplit(".", 1)[-1]
 
 
 def collect(reports: Iterable[str], epoch: int) -> dict[str, list[FileClosed]]:

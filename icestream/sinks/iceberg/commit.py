@@ -1,4 +1,4 @@
-"""Publishing an epoch in one table: exactly once, or not at all and said so.
+"""Publishing an epoch in its tables: exactly once, or not at all and said so.
 
 An attempt reads fresh metadata, checks it, and swaps against exactly that metadata. Four rules make
 it exact; leaving out any one of them (or the pair that covers for it) loses or doubles rows, which
@@ -12,6 +12,9 @@ tests show by switching them off:
 4. Read-back: after an answer was lost, and before every further attempt, look for the own batch id
    first. A refusal does not prove that the commit was not ours: the client may have sent it twice.
 
+Tables are published one by one, or all in one request that the catalog takes or refuses as a whole.
+Both ways go by the same rules.
+
 The obvious wrong way is to check first and commit with the library's own retry: it rebases onto
 newer metadata that nobody checked.
 """
@@ -19,9 +22,9 @@ newer metadata that nobody checked.
 import logging
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from icestream import failpoints, metrics
 from icestream.epoch import Progress, batch_id
@@ -41,6 +44,10 @@ from icestream.sinks import Committed, StaleWrite
 
 log = logging.getLogger(__name__)
 
+K = TypeVar("K")
+V = TypeVar("V")
+R = TypeVar("R")
+
 # Half a second doubling to ten, twenty times: about three minutes of an unreachable or busy
 # catalog are bridged before an operator is asked.
 ATTEMPTS_MAX = 20
@@ -57,15 +64,41 @@ class CommitTable(Protocol):
     def head(self, pipeline: str, branch: str) -> Head: ...
 
     def publish(
-        self, head: Head, branch: str, files: Sequence[FileClosed], summary: Mapping[str, str]
+        self,
+        head: Head,
+        branch: str,
+        files: Sequence[FileClosed],
+        summary: Mapping[str, str],
+        emptied: bool = False,
     ) -> int: ...
+
+    def prepare(
+        self,
+        head: Head,
+        branch: str,
+        files: Sequence[FileClosed],
+        summary: Mapping[str, str],
+        emptied: bool = False,
+    ) -> Any: ...
 
     def write_side_file(self, name: str, content: bytes) -> str: ...
 
 
+class CommitCatalog(Protocol):
+    """A catalog that takes the prepared snapshots of many tables, all or none."""
+
+    def publish_together(self, prepared: Sequence[Any]) -> None: ...
+
+
+class Each(Protocol):
+    """Runs over items in parallel and raises the worst error when all are done."""
+
+    def __call__(self, items: Mapping[K, V], work: Callable[[K, V], R]) -> dict[K, R]: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:
-    """One epoch for one table, ready to be published."""
+    """One epoch for one table, ready to be published; `emptied` removes all older rows."""
 
     table: str
     branch: str
@@ -74,6 +107,12 @@ class Commit:
     files: Sequence[FileClosed]
     written_for: tuple[str, int, int] | None
     labels: Mapping[str, str]
+    emptied: bool = False
+
+    @property
+    def batch_id(self) -> str:
+        """What the snapshot is found by."""
+        return batch_id(self.new.pipeline, self.table, self.new.upper)
 
 
 def publish_epoch(table: CommitTable, commit: Commit) -> Committed:
@@ -84,16 +123,15 @@ def publish_epoch(table: CommitTable, commit: Commit) -> Committed:
     finds out.
     """
     started = time.monotonic()
-    own_batch = batch_id(commit.new.pipeline, commit.table, commit.new.upper)
-    summary = _summary(table, commit, own_batch)
+    summary = _summary(table, commit)
     attempted = False
     for attempt in _attempts(commit.table):
         try:
             head = table.head(commit.new.pipeline, commit.branch)
-            if _published(head, own_batch, commit, attempted):
+            if _published(head, commit, attempted):
                 return _duplicate(commit, head, started)
             _check(head, commit)
-            snapshot_id = table.publish(head, commit.branch, commit.files, summary)
+            snapshot_id = table.publish(head, commit.branch, commit.files, summary, commit.emptied)
             return _committed(commit, snapshot_id, started)
         except CommitConflict as error:
             metrics.COMMIT_CONFLICTS.labels(commit.table).inc()
@@ -102,6 +140,67 @@ def publish_epoch(table: CommitTable, commit: Commit) -> Committed:
             attempt.failed(error)
         attempted = True
     raise attempt.last_error()
+
+
+def publish_together(
+    catalog: CommitCatalog,
+    tables: Mapping[str, CommitTable],
+    commits: Mapping[str, Commit],
+    each: Each,
+) -> dict[str, Committed]:
+    """Publish the epoch in all its tables by one request; the promise of `publish_epoch` for all.
+
+    Every attempt looks at all tables afresh. Those that carry the epoch already, by an attempt
+    whose answer was lost, are left as they are; all others are checked before any is swapped.
+    """
+    started = time.monotonic()
+    summary = each(commits, lambda table, commit: _summary(tables[table], commit))
+    attempted = False
+    for attempt in _attempts(", ".join(sorted(commits))):
+        try:
+            heads = each(
+                commits,
+                lambda table, commit: tables[table].head(commit.new.pipeline, commit.branch),
+            )
+            missing = {
+                table: commit
+                for table, commit in commits.items()
+                if not _published(heads[table], commit, attempted)
+            }
+            for table, commit in missing.items():
+                _check(heads[table], commit)
+            prepared = each(missing, _Preparing(tables, heads, summary))
+            if prepared:
+                catalog.publish_together(list(prepared.values()))
+            return {
+                table: _committed(commit, prepared[table].snapshot_id, started)
+                if table in prepared
+                else _duplicate(commit, heads[table], started)
+                for table, commit in commits.items()
+            }
+        except CommitConflict as error:
+            for table in commits:
+                metrics.COMMIT_CONFLICTS.labels(table).inc()
+            attempt.failed(error)
+        except (CommitUnknown, TargetUnavailable) as error:
+            attempt.failed(error)
+        attempted = True
+    raise attempt.last_error()
+
+
+@dataclass(frozen=True, slots=True)
+class _Preparing:
+    """Prepares a table's snapshot on the head that was checked."""
+
+    tables: Mapping[str, CommitTable]
+    heads: Mapping[str, Head]
+    summary: Mapping[str, Mapping[str, str]]
+
+    def __call__(self, table: str, commit: Commit) -> Any:
+        head, summary = self.heads[table], self.summary[table]
+        return self.tables[table].prepare(
+            head, commit.branch, commit.files, summary, commit.emptied
+        )
 
 
 def publish_claim(table: CommitTable, branch: str, claim: Progress, claim_id: str) -> Progress:
@@ -155,11 +254,11 @@ def rival_run(table: str) -> Fenced:
     )
 
 
-def _published(head: Head, own_batch: str, commit: Commit, attempted: bool) -> bool:
+def _published(head: Head, commit: Commit, attempted: bool) -> bool:
     """Whether the epoch is in the table already: by an attempt whose answer was lost."""
     if attempted and not failpoints.rule_on(failpoints.RULE_READ_BACK):
         return False
-    return head.batch_id == own_batch and head.progress == commit.new
+    return head.batch_id == commit.batch_id and head.progress == commit.new
 
 
 def _check(head: Head, commit: Commit) -> None:
@@ -200,13 +299,13 @@ def _fenced(table: str, found: Progress, generation: int) -> Fenced:
     )
 
 
-def _summary(table: CommitTable, commit: Commit, own_batch: str) -> dict[str, str]:
+def _summary(table: CommitTable, commit: Commit) -> dict[str, str]:
     data_files = sum(file.kind == DATA for file in commit.files)
     delete_files = len(commit.files) - data_files
-    counts = {"data": str(data_files), "delete": str(delete_files), "batch": own_batch}
+    counts = {"data": str(data_files), "delete": str(delete_files), "batch": commit.batch_id}
     return {
         **summaries.to_summary(commit.new, table.write_side_file),
-        summaries.BATCH_ID: own_batch,
+        summaries.BATCH_ID: commit.batch_id,
         summaries.DATA_FILES: counts["data"],
         summaries.DELETE_FILES: counts["delete"],
         # A source's own labels may refer to what only the commit knows.

@@ -29,11 +29,14 @@ from pyiceberg.partitioning import PartitionSpec
 from pyiceberg.schema import Schema
 from pyiceberg.types import NestedField, StructType
 
-from icestream.change import BEFORE, fold
+from icestream.change import AT, BEFORE, OP, SEQ, fold
 from icestream.errors import SchemaRejected
 from icestream.iceberg.catalog import WriteTarget
 from icestream.iceberg.files import DATA, EQUALITY_DELETES, Closed, FileClosed, ParquetFolder
-from icestream.schema import arrow_schema, schema_from_json
+from icestream.schema import arrow_schema, renamed_type, schema_from_json
+
+# What a change batch has beside the table's own columns.
+_MARKS = (OP, AT, SEQ, BEFORE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,18 +50,29 @@ class IcebergWriter:
     batch_ids: Mapping[str, str]
 
     def schema_json(self, table: str) -> str:
-        """The schema that changes of the table must be read with."""
-        return self.targets[table].schema_json
+        """The schema that changes of the table must be read with, under the source's names."""
+        target = self.targets[table]
+        return target.source_schema_json or target.schema_json
 
     def key(self, table: str) -> Sequence[str]:
-        """The columns that identify a row."""
-        return self.targets[table].equality_columns
+        """The columns that identify a row, by the source's names."""
+        target = self.targets[table]
+        if not target.source_schema_json:
+            return target.equality_columns
+        schema = schema_from_json(target.schema_json)
+        ids = {field.name: field.field_id for field in schema.fields}
+        seen = schema_from_json(target.source_schema_json)
+        names = {field.field_id: field.name for field in seen.fields}
+        return [names[ids[name]] for name in target.equality_columns]
 
-    def write(self, table: str, shard: str, changes: pa.Table) -> Iterator[str]:
+    def write(
+        self, table: str, shard: str, changes: pa.Table, each_key_once: bool = False
+    ) -> Iterator[str]:
         """Fold the changes and write what remains; reports each file as JSON when it is closed."""
         target = self.targets[table]
         share = _Share(self, table, f"{self.run}-{shard}")
-        folded = fold(changes, target.equality_columns)
+        named = _by_table_names(changes, target)
+        folded = fold(named, target.equality_columns, each_key_once)
         yield from share.write_data(folded.kept)
         yield from share.write_deletes(folded.deleted)
 
@@ -149,6 +163,33 @@ class _Share:
             split_offsets=closed.split_offsets,
             sort_order_id=self.target.sort_order_id if self.target.sort_columns else 0,
         ).to_json()
+
+
+def _by_table_names(changes: pa.Table, target: WriteTarget) -> pa.Table:
+    """The changes with their columns called as the table calls them, before-images included."""
+    if not target.source_schema_json:
+        return changes
+    seen, schema = (
+        StructType(*schema_from_json(text).fields)
+        for text in (target.source_schema_json, target.schema_json)
+    )
+    known = {field.name for field in seen.fields}
+    names = [name for name in changes.column_names if name in known or name in _MARKS]
+    columns, fields = [], []
+    for name in names:
+        column = changes.column(name)
+        row = pa.struct([changes.schema.field(name)])
+        if name == BEFORE:
+            field = pa.field(name, renamed_type(column.type, seen, schema))
+        else:
+            field = renamed_type(row, seen, schema).field(0)
+        if field.type != column.type:
+            # The same buffers under another type: nothing is copied.
+            parts = [part.view(field.type) for part in column.chunks]
+            column = pa.chunked_array(parts, field.type)
+        columns.append(column)
+        fields.append(field)
+    return pa.table(columns, schema=pa.schema(fields))
 
 
 def _complete(rows: pa.Table, schema: Schema) -> pa.Table:

@@ -10,7 +10,7 @@ import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 import pytest
 from pyiceberg.schema import Schema
-from pyiceberg.types import DoubleType, ListType, LongType, NestedField, StringType
+from pyiceberg.types import DoubleType, ListType, LongType, NestedField, StringType, UUIDType
 
 from icestream.errors import Broken, TargetUnavailable
 from icestream.iceberg.files import (
@@ -251,6 +251,28 @@ def test_bounds_of_text_are_truncated_and_still_bounds(tmp_path):
     upper = bytes.fromhex(metric(closed, "upper-bounds")[4]).decode()
     assert (len(lower), len(upper)) == (16, 16)
     assert lower <= low < high <= upper
+
+
+@pytest.mark.parametrize(("mode", "counts"), [("full", {2: 3}), ("none", {})])
+def test_uuids_are_counted_but_have_no_bounds(tmp_path, mode, counts, caplog):
+    """I3, I8: readers order them otherwise than Parquet, and would pass over rows and deletes."""
+    schema = Schema(
+        NestedField(field_id=1, name="id", field_type=LongType(), required=True),
+        NestedField(field_id=2, name="a.u", field_type=UUIDType(), required=False),
+    )
+    fields = arrow_schema(schema)
+    storage = pa.array([bytes(16), b"\xff" * 16, None], pa.binary(16))
+    uuids = pa.ExtensionArray.from_storage(fields.field("a.u").type, storage)
+    table = pa.table([pa.array([1, 2, 3], pa.int64()), uuids], schema=fields)
+    folder = ParquetFolder(str(tmp_path), {}, {"write.metadata.metrics.default": mode})
+    (closed,) = folder.write(table, schema, DATA, 0)
+    assert {k: v for k, v in metric(closed, "value-counts").items() if k == 2} == counts
+    assert metric(closed, "null-value-counts").get(2) == (1 if counts else None)
+    assert 2 not in metric(closed, "lower-bounds")
+    statistics = [pq.read_metadata(closed.path).row_group(0).column(n).statistics for n in (0, 1)]
+    assert statistics[0].has_min_max
+    assert statistics[1] is None
+    assert caplog.records == []
 
 
 def test_metrics_modes_of_the_table_are_honoured(tmp_path):

@@ -10,11 +10,11 @@ import pytest
 from pyiceberg.types import LongType, StringType
 
 from icestream.epoch import Epoch, Progress
-from icestream.errors import Broken, ConfigInvalid, Fenced, RolledBack
+from icestream.errors import Broken, ConfigInvalid, Fenced, RolledBack, TargetUnavailable
 from icestream.frontier import START, Frontier
 from icestream.iceberg import progress as summaries
 from icestream.iceberg.catalog import NewTable, TableName
-from icestream.iceberg.files import DATA, FileClosed
+from icestream.iceberg.files import DATA, EQUALITY_DELETES, FileClosed
 from icestream.schema import Column, TableShape, new_schema
 from icestream.sinks import StaleWrite, Written
 from icestream.sinks.iceberg import (
@@ -395,8 +395,51 @@ def test_added_columns_are_in_the_next_writers_schema():
     owner.claim([])
     owner.prepare("a", lambda: SHAPE)
     assert "extra" not in owner.writer(epoch(1, 0, 5), ["a"]).schema_json("a")
-    owner.add_columns("a", [Column(name="extra", type=LongType())])
+    owner.evolve("a", [Column(name="extra", type=LongType())])
     assert "extra" in owner.writer(epoch(1, 0, 5), ["a"]).schema_json("a")
+
+
+def test_a_claim_that_failed_on_the_way_can_be_made_again():
+    """E6: tables that the first call has claimed are claimed anew, under one generation."""
+    lake = Lake()
+    first = sink(lake)
+    first.claim([])
+    commit(first, epoch(1, 0, 5), "a", "b")
+
+    def fail() -> None:
+        raise TargetUnavailable("the catalog did not answer")
+
+    # The claims are published by then, and tables are listed once more.
+    failing = Interrupted(8, fail)
+    owner = sink(lake, failing)
+    with pytest.raises(TargetUnavailable):
+        owner.claim([])
+    assert 2 in {remembered(lake, table).generation for table in ("a", "b")}
+    found = owner.claim([])
+    assert {progress.generation for progress in found.values()} == {3}
+    assert {remembered(lake, table) for table in ("a", "b")} == set(found.values())
+    assert commit(owner, epoch(2, 5, 9), "a", "b") == ["a", "b"]
+
+
+def test_an_emptied_table_commits_without_files_and_without_deletes():
+    """P7: it counts among the epoch's tables; delete files have nothing to delete any more."""
+    lake = Lake()
+    owner = sink(lake)
+    owner.claim([])
+    commit(owner, epoch(1, 0, 5), "a", "b")
+    delete = report("b", 2, "d.parquet", kind=EQUALITY_DELETES)
+    reports = [report("b", 2), delete]
+    assert commit(
+        owner, epoch(2, 5, 9), "a", "b", reports=reports, emptied=frozenset(["a", "b"])
+    ) == ["b", "a"]
+    heads = {table: lake.tables[name(table)].head("main") for table in ("a", "b")}
+    assert {table: list(head.paths) for table, head in heads.items()} == {
+        "a": [],
+        "b": ["b-2.parquet"],
+    }
+    assert all(head.emptied for head in heads.values())
+    assert {head.summary[summaries.EPOCH_TABLES] for head in heads.values()} == {"2"}
+    assert {head.summary[summaries.DELETE_FILES] for head in heads.values()} == {"0"}
 
 
 def test_writers_of_one_run_never_share_a_name():

@@ -1,0 +1,880 @@
+"""The PostgreSQL source: a consistent copy of every table, then every change.
+
+    slot and snapshot ──► copies, round by round ──► change stream from the slot's point on
+
+The frontier has one position for the stream, an LSN, and one for each table's copy. Copies and
+changes are never in one epoch; a copy's epoch leaves the stream where it is. The first copies read
+the snapshot that the slot was created with and come before any change. A copy that begins later (a
+table was added, a crash ended the snapshot) alternates with the stream: see `backfill`.
+
+The names of positions carry the cluster's and the table's identity, so that another server behind
+the same DSN, or a table that was dropped and created anew, is never mistaken for the old one.
+"""
+
+import contextlib
+import logging
+import struct
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from icestream import failpoints, metrics
+from icestream.epoch import Epoch
+from icestream.errors import (
+    ConfigInvalid,
+    HistoryLost,
+    NeedsOperator,
+    SchemaRejected,
+    SourceUnavailable,
+    check,
+)
+from icestream.frontier import Frontier, Position
+from icestream.schema import TableShape, parse_type
+from icestream.sources import Split
+from icestream.sources.postgres.backfill import (
+    PAGE_BYTES,
+    SPLIT_PAGES,
+    SPLITS_PER_ROUND,
+    CopySplit,
+    Holder,
+    Round,
+    rounds,
+    shares,
+)
+from icestream.sources.postgres.changes import (
+    Origin,
+    Relation,
+    RelationColumn,
+    SpoolPart,
+    WalSplit,
+    relation_columns,
+)
+from icestream.sources.postgres.connection import Connection, Inbox, lsn_text, parse_dsn
+from icestream.sources.postgres.decode import TYPES_QUERY, PgType, in_binary, kinds_by_oid
+from icestream.sources.postgres.server import PgTable, Server, Slot, table_name
+from icestream.sources.postgres.wal import Segment, WalReader
+
+log = logging.getLogger(__name__)
+
+# States of a table's copy, the second part of its position; the first counts the copies.
+_EMPTYING, _COPYING, _DONE = 0, 1, 2
+_POLL_SECONDS = 0.05
+# The stream must show a mark that was just written to the log within this time.
+_MARK_SECONDS_MAX = 120.0
+_SLOT_SECONDS = 10.0
+# A reader that has just ended may hold the slot for a moment.
+_SLOT_FREE_SECONDS_MAX = 5.0
+# A transaction may be in the stream before it is over for other sessions; that ends soon.
+_SNAPSHOT_ATTEMPTS_MAX = 100
+_SPLIT_BYTES = 64 * 1024**2
+_SPLITS_MAX = 16
+_PROTOCOL = "1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PostgresOptions:
+    """Options of the PostgreSQL source."""
+
+    dsn: str = field(default="", metadata={"doc": "Where the server is, as libpq takes it."})
+    tables: Sequence[str] = field(
+        default=(), metadata={"doc": "Tables as `schema.table`, or patterns such as `public.*`."}
+    )
+    chunk_pages: int = field(
+        default=2048, metadata={"doc": "Pages of 8 KiB that a copy reads in one piece."}
+    )
+    tables_in_parallel: int = field(
+        default=2, metadata={"doc": "Tables that are copied at the same time."}
+    )
+    slot: str = field(
+        default="", metadata={"doc": "Name of the replication slot; `icestream_<pipeline>`."}
+    )
+    publication: str = field(
+        default="",
+        metadata={"doc": "A publication of your own; without it icestream makes and keeps one."},
+    )
+    identifier_columns: Mapping[str, Sequence[str]] = field(
+        default_factory=dict,
+        metadata={"doc": "Columns that identify a row, for tables without a primary key."},
+    )
+    columns: Mapping[str, Mapping[str, str]] = field(
+        default_factory=dict, metadata={"doc": "Iceberg types by table and column, over the rule."}
+    )
+    spool: str = field(
+        default="",
+        metadata={"doc": "Folder for changes on their way, which coordinator and workers reach."},
+    )
+
+    def __post_init__(self) -> None:
+        if not self.dsn or not self.tables:
+            raise ConfigInvalid(
+                f"the PostgreSQL source lacks `{'tables' if self.dsn else 'dsn'}`",
+                hint="Write `postgres: {dsn: postgresql://..., tables: [public.orders]}`.",
+            )
+        if self.chunk_pages < 1 or self.tables_in_parallel < 1:
+            raise ConfigInvalid("chunk_pages and tables_in_parallel must be at least 1")
+
+
+@dataclass(slots=True, kw_only=True)
+class _LaterRound:
+    """A round that reads a snapshot of its own once the stream has passed it."""
+
+    table: PgTable
+    holder: Holder
+    plan: Round
+    copy_number: int
+    taken_at: int
+    ready_at: int
+
+
+class PostgresSource:
+    """See the module and `icestream.sources.Source`."""
+
+    keyed = True
+
+    def __init__(
+        self, options: PostgresOptions, pipeline: str, bytes_max: int, parallelism: int = 2
+    ):
+        self._options = options
+        self._parallelism = parallelism
+        self._bytes_max = bytes_max
+        self._server = Server(parse_dsn(options.dsn), pipeline, options.slot, options.publication)
+        self._spool: Path | None = None
+        self._tables: dict[str, PgTable] = {}
+        self._identity = ""
+        self._added_xid = 0
+        self._unclaimed: set[str] = set()
+        self._again: dict[str, Position] = {}
+        self._reader: WalReader | None = None
+        self._slot_connection: Connection | None = None
+        self._initial: Holder | None = None
+        self._later: _LaterRound | None = None
+        self._close_at = 0
+        self._plans: dict[tuple[str, Position], tuple[PgTable, Round, str]] = {}
+        self._in_binary = True
+        self._target = 0
+        self._first = 0
+        self._initial_at = 0
+        self._rows_copied = 0
+        self._relations: list[Relation] = []
+        self._segments: list[Segment] = []
+        self._bar: tqdm | None = None
+        self._lock = threading.RLock()
+        self._slot_seen = 0.0
+
+    # --- what the pipeline asks ---------------------------------------------------------------
+
+    def tables(self) -> Sequence[str]:
+        """The tables that the configuration names, found at the server."""
+        if not self._tables:
+            self._server.check()
+            self._identity = self._server.identity()
+            found = self._server.tables(
+                self._options.tables, self._options.identifier_columns, self._declared()
+            )
+            for table in found:
+                if not table.key:
+                    log.warning(
+                        "table %s has no key: rows are only added, updates and deletes of it are "
+                        "not followed",
+                        table.name,
+                    )
+            self._tables = {table.name: table for table in found}
+        return list(self._tables)
+
+    def known_tables(self) -> Sequence[str]:
+        """Those that the configuration names in full."""
+        return [name for name in self._options.tables if not set(name) & set("*?[")]
+
+    def shape(self, table: str) -> TableShape | None:
+        """Columns and key of a table that must be created."""
+        found = self._tables[table]
+        relation = _relation(found)
+        return TableShape(columns=relation_columns(relation, found.key), key=found.key)
+
+    def has_history(self, table: str, before: Frontier) -> bool:
+        """Never: what lies before is brought by a copy."""
+        return False
+
+    def unclaimed(self, tables: Sequence[str]) -> None:
+        """These tables are copied, again if need be: the lake has nothing of them."""
+        self._unclaimed = set(tables)
+
+    def available(self, lower: Frontier) -> Sequence[Frontier]:
+        """The next rounds of copies, or the ends of what has come of the stream."""
+        self.tables()
+        at = self._started(lower)
+        emptying = self._emptied_first(at)
+        if emptying is not None:
+            return [emptying]
+        if self._initial is not None and not self._initial.alive():
+            log.warning("the snapshot of the first copies is gone; they go on without it")
+            self._end_initial(complete=False)
+        if self._initial is not None:
+            bounds = self._initial_rounds(at)
+            if bounds:
+                return bounds
+            self._end_initial()
+        if self._later is not None and at[_copy_name(self._later.table)] >= self._later_end():
+            self._end_later()
+        pending = [t for t in self._tables.values() if at[_copy_name(t)][1:2] != (_DONE,)]
+        if pending:
+            return self._later_bounds(at, pending[0])
+        return self._stream_bounds(at, self._target)
+
+    def caught_up(self, frontier: Frontier) -> bool:
+        """Whether every table is copied and the stream has passed where it was at the start."""
+        position = frontier[self._wal]
+        copied = all(
+            frontier[_copy_name(table)][1:2] == (_DONE,) for table in self._tables.values()
+        )
+        return copied and 0 < self._target <= (position[0] if position else 0)
+
+    def verify(self, durable: Frontier) -> None:
+        """Raise what would stop a run: checks of the server, and whether its history is there."""
+        self.tables()
+        self._server.verify_publication(list(self._tables.values()))
+        self._refuse_other_server(durable)
+        if durable[self._wal]:
+            self._server.require_history(self._server.slot(), durable[self._wal][0])
+
+    def splits(self, epoch: Epoch) -> Sequence[Split]:
+        """Ranges of pages for an epoch of a copy, shares of keys for one of the stream."""
+        lower, upper = self._span(epoch)
+        return self._copy_splits(epoch) if lower == upper else self._wal_splits(epoch)
+
+    def emptied(self, epoch: Epoch) -> frozenset[str]:
+        """Tables that were truncated, or that a repeated copy fills anew."""
+        again = {
+            table.name
+            for table in self._tables.values()
+            if _begins_again(epoch.lower[_copy_name(table)], epoch.upper[_copy_name(table)])
+        }
+        lower, upper = self._span(epoch)
+        truncated = {
+            self._relations[slot].table
+            for segment in self._between(lower, upper)
+            for slot, (at, _) in segment.truncated.items()
+            if lower <= at < upper
+        }
+        return frozenset(again | truncated)
+
+    def _span(self, epoch: Epoch) -> tuple[int, int]:
+        """The part of the stream that an epoch covers; the first one begins where the slot does."""
+        upper = epoch.upper[self._wal][0]
+        lower = epoch.lower[self._wal]
+        return (lower[0] if lower else self._first), upper
+
+    def learn(self, learned: Any) -> None:
+        """Show how far the copy is."""
+        if learned and self._bar is not None:
+            with self._lock:
+                self._bar.update(learned["bytes"])
+                self._rows_copied += learned["rows"]
+                self._bar.set_postfix_str(f"{self._rows_copied:,} rows")
+
+    def summary(self, epoch: Epoch) -> Mapping[str, str]:
+        """The position in PostgreSQL's own words, for those who read the table's history."""
+        position = epoch.upper[self._wal]
+        return {"postgres.lsn": lsn_text(position[0])} if position else {}
+
+    def position(self, frontier: Frontier) -> str:
+        """The LSN, and how many tables are not yet copied."""
+        lsn = next((at for name, at in frontier.positions.items() if name.startswith("wal ")), ())
+        if not lsn:
+            return ""
+        copies = [at for name, at in frontier.positions.items() if name.startswith("copy ")]
+        open_copies = sum(at[1:2] != (_DONE,) for at in copies)
+        return lsn_text(lsn[0]) + (f", {open_copies} tables to copy" if open_copies else "")
+
+    def lag_seconds(self, durable: Frontier) -> float | None:
+        """Age of the oldest transaction that has come and is not durable."""
+        self._watch_slot()
+        position = durable[self._wal] if self._identity else ()
+        waiting = [s for s in self._segments if not s.empty and position and s.upper > position[0]]
+        if not waiting:
+            return 0.0
+        return max(0.0, time.time() - waiting[0].committed_at)
+
+    def ack(self, durable: Frontier) -> None:
+        """Let the server forget what is durable."""
+        position = durable[self._wal]
+        if position and self._reader is not None:
+            self._reader.confirm(position[0])
+            kept = self._later.taken_at if self._later else position[0]
+            self._reader.forget(min(position[0], kept))
+
+    def close(self) -> None:
+        """Let go of connections and of the spool."""
+        for holder in (self._initial, self._later and self._later.holder):
+            if holder:
+                holder.close()
+        if self._slot_connection is not None:
+            self._slot_connection.close()
+        if self._reader is not None:
+            self._reader.close()
+        if self._bar is not None:
+            self._bar.close()
+        if self._spool is not None:
+            with contextlib.suppress(OSError):
+                for path in self._spool.iterdir():
+                    path.unlink()
+                self._spool.rmdir()
+
+    # --- starting -----------------------------------------------------------------------------
+
+    @property
+    def _wal(self) -> str:
+        return f"wal {self._identity}"
+
+    def _declared(self) -> dict[str, dict[str, Any]]:
+        return {
+            table: {column: parse_type(kind) for column, kind in kinds.items()}
+            for table, kinds in self._options.columns.items()
+        }
+
+    def _started(self, lower: Frontier) -> Frontier:
+        """Be ready to serve what follows `lower`; returns it with what the start decided."""
+        self._refuse_other_server(lower)
+        if self._reader is None and self._initial is None:
+            self._added_xid = self._server.publish(list(self._tables.values()))
+            published = self._server.published(list(self._tables.values()))
+            self._tables = {table.name: table for table in published}
+        at = self._known_tables(lower)
+        if not at[self._wal]:
+            self._first = self._begin()
+            at = at.join(Frontier({self._wal: (self._first,)}))
+        self._read_stream(at[self._wal][0])
+        return at
+
+    def _refuse_other_server(self, lower: Frontier) -> None:
+        others = [n for n in lower.positions if n.startswith("wal ") and n != self._wal]
+        if others and self._wal not in lower.positions:
+            raise HistoryLost(
+                f"another PostgreSQL answers at {self._server.dsn}",
+                detail=f"Its identity is {self._identity}, the lake's is {others[0][4:]}.",
+                hint="Correct the DSN. If the server was replaced, drop the pipeline's Iceberg "
+                "tables and start again.",
+            )
+        names = {_copy_name(table): table.name for table in self._tables.values()}
+        for name in lower.positions:
+            if not name.startswith("copy ") or name in names:
+                continue
+            table = name[5:].rsplit(" ", 1)[0]
+            if table in self._tables and lower[name][1:2] != (_EMPTYING,):
+                raise HistoryLost(
+                    f"table {table} was dropped and created anew at the source",
+                    detail="What the lake holds is the old table.",
+                    hint=f"Drop the Iceberg table of {table} and remove and add it in the "
+                    "configuration, or run a pipeline of another name for it.",
+                )
+
+    def _known_tables(self, lower: Frontier) -> Frontier:
+        """The frontier with a position for every table, and retired ones marked for later."""
+        positions: dict[str, Position] = {}
+        names = {_copy_name(table): table for table in self._tables.values()}
+        for name, table in names.items():
+            at = lower[name]
+            if not at:
+                former = [n for n in lower.positions if n.startswith(f"copy {table.name} ")]
+                positions[name] = (1, _EMPTYING) if former else (0, _COPYING, 0, 0)
+            elif table.name in self._unclaimed and at[1:] != (_COPYING, 0, 0):
+                # The lake lost it: another copy begins.
+                self._again[name] = (at[0] + 1, _EMPTYING)
+        for name in lower.positions:
+            if name.startswith("copy ") and name not in names and lower[name][1:2] != (_EMPTYING,):
+                # Its changes are no longer followed: if it comes back, it is copied anew.
+                positions[name] = (lower[name][0] + 1, _EMPTYING)
+        self._unclaimed = set()
+        return lower.join(Frontier({**positions, **self._again}))
+
+    def _begin(self) -> int:
+        """Create the slot, with a snapshot for the first copies; an existing one is adopted."""
+        if self._initial is not None:
+            return self._initial_at
+        slot = self._server.slot()
+        if slot is not None:
+            log.info("using slot %s that exists already", slot.name)
+            self._server.require_history(slot, slot.confirmed)
+            return slot.confirmed
+        names = [(table.schema, table.relation) for table in self._tables.values()]
+        holder = Holder(self._server.dsn, names)
+        try:
+            self._slot_connection, point, exported = self._server.create_slot()
+            holder.pin(exported)
+        except BaseException:
+            holder.close()
+            raise
+        failpoints.reach(failpoints.AFTER_SLOT)
+        self._initial, self._initial_at = holder, point
+        self._slot_connection.close()
+        self._slot_connection = None
+        self._show_bar()
+        return point
+
+    def _read_stream(self, start: int) -> None:
+        """Have a reader that serves what follows `start`."""
+        reader = self._reader
+        if reader is not None:
+            if reader.serves(start):
+                return
+            self._close_reader()
+            if reader.failed is not None and not isinstance(reader.failed, SourceUnavailable):
+                raise reader.failed
+        slot = self._free_slot()
+        self._server.require_history(slot, start)
+        self._target = max(self._target, self._server.mark())
+        self._segments = []
+        self._in_binary = self._in_binary and self._all_in_binary(self._tables.values())
+        self._reader = WalReader(
+            lambda: self._open_stream(start),
+            self._describe,
+            self._spool_folder(),
+            start,
+            self._bytes_max,
+        )
+        self._relations = self._reader.relations
+
+    def _spool_folder(self) -> Path:
+        """A folder of this run's own."""
+        if self._spool is None:
+            given = self._options.spool or None
+            try:
+                self._spool = Path(tempfile.mkdtemp(prefix="icestream-spool-", dir=given))
+            except OSError as error:
+                raise ConfigInvalid(
+                    f"could not make a spool in {given or tempfile.gettempdir()}",
+                    detail=f"{error.strerror}.",
+                    hint="Name a folder that can be written to with `spool`.",
+                ) from error
+            # Workers may run as another user, or on another machine.
+            self._spool.chmod(0o755)
+        return self._spool
+
+    def _free_slot(self) -> Slot | None:
+        """The slot, once the server has noticed that its last reader is gone."""
+        deadline = time.monotonic() + _SLOT_FREE_SECONDS_MAX
+        while (slot := self._server.slot()) and slot.active and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+        return slot
+
+    def _close_reader(self) -> None:
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
+        # A round that waits for the stream needs all of it since its snapshot was taken.
+        self._end_later()
+
+    def _open_stream(self, start: int) -> tuple[Connection, Inbox]:
+        connection = Connection(self._server.dsn, replication=True)
+        names = ",".join('"' + name.replace('"', '""') + '"' for name in self._server.publications)
+        options = {
+            "proto_version": _PROTOCOL,
+            "publication_names": names,
+            "binary": "true" if self._in_binary else "false",
+        }
+        try:
+            return connection, connection.start_replication(self._server.slot_name, start, options)
+        except BaseException:
+            connection.close()
+            raise
+
+    def _all_in_binary(self, tables: Any) -> bool:
+        return all(in_binary(c.type, c.iceberg()) for table in tables for c in table.columns)
+
+    def _describe(self, message: bytes) -> Relation | None:
+        """A relation message as the pipeline's table, None for others."""
+        oid, schema, name, columns = _parse_relation(message)
+        table = self._tables.get(table_name(schema, name))
+        if table is None:
+            return None
+        if table.oid != oid:
+            raise HistoryLost(
+                f"table {table.name} was dropped and created anew at the source",
+                detail="The stream goes on with another table of the same name.",
+                hint="Drop the Iceberg table, and remove and add the table in the configuration.",
+            )
+        types = self._server.types
+        if any(kind not in types for _, kind, _ in columns):
+            with Connection(self._server.dsn) as connection:
+                types = self._server.types = kinds_by_oid(connection.rows(TYPES_QUERY))
+        declared = {column.name: column.declared for column in table.columns}
+        described = [
+            RelationColumn(
+                name=column,
+                # A type that was dropped since is known by its text form alone.
+                type=types.get(kind) or PgType(oid=kind, name=f"type {kind}"),
+                typmod=typmod,
+                declared=declared.get(column),
+            )
+            for column, kind, typmod in columns
+        ]
+        names = [column.name for column in described]
+        missing = [column for column in table.key if column not in names]
+        if missing:
+            raise SchemaRejected(
+                f"table {table.name} lost column {missing[0]} of its key",
+                hint="Give the table its key back, or copy it anew under another pipeline.",
+            )
+        if self._in_binary and not all(in_binary(c.type, c.iceberg()) for c in described):
+            self._in_binary = False
+            raise _TextNeeded(f"table {table.name} has a type that is read as text")
+        return Relation(
+            table=table.name,
+            oid=oid,
+            columns=described,
+            key=[names.index(column) for column in table.key],
+        )
+
+    # --- copies -------------------------------------------------------------------------------
+
+    def _emptied_first(self, at: Frontier) -> Frontier | None:
+        """The bound behind which tables that are copied once more are empty."""
+        again = {
+            _copy_name(table): (at[_copy_name(table)][0], _COPYING, 0, 0)
+            for table in self._tables.values()
+            if at[_copy_name(table)][1:2] == (_EMPTYING,)
+        }
+        return at.join(Frontier(again)) if again else None
+
+    def _initial_rounds(self, at: Frontier) -> list[Frontier]:
+        """All rounds of the first copies, tables side by side."""
+        assert self._initial is not None
+        waiting = []
+        for table in sorted(self._tables.values(), key=lambda table: -table.pages):
+            position = at[_copy_name(table)]
+            if position[1:2] == (_COPYING,):
+                plan = self._rounds(table, position)
+                waiting.append([(table, position[0], each) for each in plan])
+        bounds, frontier = [], at
+        active = [waiting.pop(0) for _ in range(min(len(waiting), self._in_parallel))]
+        while active:
+            for queue in list(active):
+                table, number, plan_round = queue.pop(0)
+                after = _after(number, plan_round)
+                self._plans[_copy_name(table), after] = table, plan_round, self._initial.snapshot
+                frontier = frontier.join(Frontier({_copy_name(table): after}))
+                bounds.append(frontier)
+                if not queue:
+                    active.remove(queue)
+                    if waiting:
+                        active.append(waiting.pop(0))
+        return bounds
+
+    @property
+    def _in_parallel(self) -> int:
+        return self._options.tables_in_parallel
+
+    def _rounds(self, table: PgTable, position: Position) -> list[Round]:
+        pages_max = max(1, min(SPLIT_PAGES * SPLITS_PER_ROUND, self._bytes_max // PAGE_BYTES))
+        begin = (position[2], position[3])
+        return rounds(table.leaves, begin, self._options.chunk_pages, pages_max)
+
+    def _end_initial(self, complete: bool = True) -> None:
+        if self._initial is not None:
+            self._initial.close()
+            self._initial = None
+            if complete:
+                log.info("the copy of all tables is complete")
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def _later_bounds(self, at: Frontier, table: PgTable) -> Sequence[Frontier]:
+        """Bounds of the stream until it has passed the round's snapshot, then the round itself."""
+        if self._later is not None and not self._later.holder.alive():
+            self._end_later()
+        if self._later is None:
+            # All of the stream since the snapshot is kept until the round is committed, so the
+            # snapshot is taken when the stream has come close.
+            self._close_at = self._close_at or self._server.mark()
+            if at[self._wal][0] < self._close_at:
+                return self._stream_bounds(at, self._close_at)
+            self._later, self._close_at = self._begin_later(at, table), 0
+        later = self._later
+        if at[self._wal][0] < later.ready_at:
+            return self._stream_bounds(at, later.ready_at)
+        after = _after(later.copy_number, later.plan)
+        key = _copy_name(later.table), after
+        self._plans[key] = later.table, later.plan, later.holder.snapshot
+        return [at.join(Frontier({key[0]: after}))]
+
+    def _begin_later(self, at: Frontier, table: PgTable) -> _LaterRound:
+        """Pin a snapshot that holds all that was streamed up to `at`."""
+        assert self._reader is not None
+        given = self._options.identifier_columns
+        fresh = self._server.tables([table.name], given, self._declared())
+        self._tables[table.name] = table = self._server.published(fresh)[0]
+        for _ in range(_SNAPSHOT_ATTEMPTS_MAX):
+            holder = Holder(self._server.dsn, [(table.schema, table.relation)])
+            try:
+                holder.pin()
+                seen = holder.lacks(self._reader.recent_xids())
+                settled = holder.oldest_xid() > self._added_xid
+            except BaseException:
+                holder.close()
+                raise
+            if settled and not seen:
+                break
+            # A transaction that we have seen is not over for others, or one that began before the
+            # table was published still runs: what it did to the table would be missed.
+            holder.close()
+            time.sleep(_POLL_SECONDS)
+        else:
+            raise SourceUnavailable(
+                f"waiting for transactions to end before table {table.name} can be copied"
+            )
+        position = at[_copy_name(table)]
+        if self._bar is None:
+            self._show_bar()
+        return _LaterRound(
+            table=table,
+            holder=holder,
+            plan=self._rounds(table, position)[0],
+            copy_number=position[0],
+            taken_at=at[self._wal][0],
+            ready_at=self._server.mark(),
+        )
+
+    def _later_end(self) -> Position:
+        assert self._later is not None
+        return _after(self._later.copy_number, self._later.plan)
+
+    def _end_later(self) -> None:
+        if self._later is not None:
+            self._later.holder.close()
+            self._later = None
+
+    def _copy_splits(self, epoch: Epoch) -> list[Split]:
+        """The splits of a copy's epoch: it moves the position of one table."""
+        moved = [
+            name
+            for name in epoch.upper.positions
+            if name.startswith("copy ") and epoch.upper[name] != epoch.lower[name]
+        ]
+        planned = [(name, epoch.upper[name]) for name in moved if epoch.upper[name][1] > _EMPTYING]
+        found = [self._plans[key] for key in planned if key in self._plans]
+        splits: list[Split] = []
+        for table, plan, snapshot in found:
+            touched = self._touched(table, epoch) if self._later is not None else None
+            splits += [
+                CopySplit(
+                    table=table.name,
+                    dsn=self._server.dsn,
+                    snapshot=snapshot,
+                    ranges=share,
+                    relation=_relation(table),
+                    row_filter=table.row_filter,
+                    replaces=self._later is not None,
+                    touched=touched,
+                )
+                for share in shares(plan.ranges, max(SPLITS_PER_ROUND, self._parallelism))
+            ]
+        return splits
+
+    def _touched(self, table: PgTable, epoch: Epoch) -> WalSplit | None:
+        """The changes of a table that were streamed since the round's snapshot was taken."""
+        assert self._later is not None
+        lower, upper = self._later.taken_at, epoch.lower[self._wal][0]
+        segments = self._between(lower, upper)
+        return self._wal_split(table.name, segments, (lower, upper), None, None)
+
+    def _show_bar(self) -> None:
+        if not sys.stderr.isatty():
+            return
+        total = sum(table.pages for table in self._tables.values()) * PAGE_BYTES
+        self._bar = tqdm(
+            total=total, unit="B", unit_scale=True, desc="copying", file=sys.stderr, leave=False
+        )
+
+    # --- the stream ---------------------------------------------------------------------------
+
+    def _stream_bounds(self, at: Frontier, until: int) -> list[Frontier]:
+        """Ends of segments behind `at`; waits while the stream has not come to `until`."""
+        assert self._reader is not None
+        position = at[self._wal][0]
+        deadline = time.monotonic() + _MARK_SECONDS_MAX
+        while True:
+            self._segments = self._reader.segments()
+            behind = [segment for segment in self._segments if segment.upper > position]
+            if isinstance(self._reader.failed, _TextNeeded) and not behind:
+                self._read_stream(position)
+                continue
+            if self._reader.failed is not None and not behind:
+                raise self._reader.failed
+            if behind or position >= until:
+                return [at.join(Frontier({self._wal: (s.upper,)})) for s in behind]
+            if time.monotonic() > deadline:
+                raise SourceUnavailable(
+                    f"PostgreSQL at {self._server.dsn} sends no changes",
+                    detail=f"The stream is at {lsn_text(position)}, and has yet to reach "
+                    f"{lsn_text(until)}.",
+                )
+            time.sleep(_POLL_SECONDS)
+
+    def _between(self, lower: int, upper: int) -> list[Segment]:
+        return [s for s in self._segments if s.upper > lower and s.lower < upper]
+
+    def _wal_splits(self, epoch: Epoch) -> list[Split]:
+        lower, upper = self._span(epoch)
+        self._wait_for(upper)
+        segments = self._between(lower, upper)
+        check(
+            segments and segments[0].lower <= lower and segments[-1].upper >= upper,
+            "the spool holds the whole epoch",
+        )
+        sizes: dict[str, int] = {}
+        for segment in segments:
+            for slot, size in segment.bytes_by_relation.items():
+                name = self._relations[slot].table
+                sizes[name] = sizes.get(name, 0) + size
+        splits: list[Split] = []
+        for name, size in sorted(sizes.items()):
+            whole = any(self._relations[slot].table == name for s in segments for slot in s.moved)
+            whole = whole or any(b.share < 0 for s in segments for b in s.batches)
+            count = 1 if whole else max(1, min(_SPLITS_MAX, -(-size // _SPLIT_BYTES)))
+            if not whole and size >= _SPLIT_BYTES // 16:
+                count = max(count, min(_SPLITS_MAX, self._parallelism))
+            for number in range(count):
+                share = None if count == 1 else (number, count)
+                split = self._wal_split(name, segments, (lower, upper), share, size // count)
+                if split is not None:
+                    splits.append(replace(split, copying=self._origin(name, epoch)))
+        return splits
+
+    def _origin(self, name: str, epoch: Epoch) -> Origin | None:
+        """Where to read rows that the lake lacks because their table is still being copied."""
+        table = self._tables[name]
+        if epoch.upper[_copy_name(table)][1:2] == (_DONE,):
+            return None
+        return Origin(dsn=self._server.dsn, schema=table.schema, name=table.relation)
+
+    def _wait_for(self, upper: int) -> None:
+        """An epoch that is minted again may end where the stream has not come to yet."""
+        assert self._reader is not None
+        deadline = time.monotonic() + _MARK_SECONDS_MAX
+        while not self._segments or self._segments[-1].upper < upper:
+            self._segments = self._reader.segments()
+            if self._reader.failed is not None:
+                raise self._reader.failed
+            if time.monotonic() > deadline:
+                raise SourceUnavailable(
+                    f"PostgreSQL at {self._server.dsn} has not sent changes up to {lsn_text(upper)}"
+                )
+            time.sleep(_POLL_SECONDS)
+
+    def _wal_split(
+        self,
+        table: str,
+        segments: Sequence[Segment],
+        span: tuple[int, int],
+        share: tuple[int, int] | None,
+        size: int | None,
+    ) -> WalSplit | None:
+        """One table's changes in these segments; with `share` the n-th part of m of its keys."""
+        slots = {n for n, relation in enumerate(self._relations) if relation.table == table}
+        parts = []
+        for segment in segments:
+            numbers = [
+                batch.number
+                for batch in segment.batches
+                if batch.relations & slots and (share is None or batch.share % share[1] == share[0])
+            ]
+            if numbers:
+                parts.append(SpoolPart(path=segment.path, batches=numbers))
+        if not parts:
+            return None
+        emptied = [
+            place
+            for segment in segments
+            for slot, place in segment.truncated.items()
+            if slot in slots and span[0] <= place[0] < span[1]
+        ]
+        used = {n for s in segments for b in s.batches for n in b.relations} & slots
+        return WalSplit(
+            table=table,
+            parts=parts,
+            relations={number: self._relations[number] for number in sorted(used)},
+            lower=span[0],
+            upper=span[1],
+            size_bytes=size or 0,
+            emptied_at=max(emptied, default=None) if size is not None else None,
+            append_only=not self._tables[table].key,
+        )
+
+    def _watch_slot(self) -> None:
+        """Lag of the slot as metrics, and a warning before the server gives it up."""
+        if time.monotonic() - self._slot_seen < _SLOT_SECONDS:
+            return
+        self._slot_seen = time.monotonic()
+        try:
+            slot = self._server.slot()
+        except (SourceUnavailable, NeedsOperator):
+            return
+        if slot is None:
+            return
+        metrics.SLOT_LAG_BYTES.labels(slot.name).set(slot.lag_bytes)
+        if slot.wal_status in ("unreserved", "lost"):
+            log.warning(
+                "slot %s is about to be lost: the server keeps no more log for it (wal_status %s)",
+                slot.name,
+                slot.wal_status,
+            )
+
+
+class _TextNeeded(SourceUnavailable):
+    """The stream must be read again, as text."""
+
+
+def _copy_name(table: PgTable) -> str:
+    return f"copy {table.name} {table.oid}"
+
+
+def _after(number: int, plan: Round) -> Position:
+    return (number, _DONE) if plan.after is None else (number, _COPYING, *plan.after)
+
+
+def _begins_again(lower: Position, upper: Position) -> bool:
+    """Whether a copy that is not the first one begins within an epoch."""
+    return lower != upper and upper[:1] > (0,) and upper[1:] == (_COPYING, 0, 0)
+
+
+def _relation(table: PgTable) -> Relation:
+    names = [column.name for column in table.columns]
+    return Relation(
+        table=table.name,
+        oid=table.oid,
+        columns=table.columns,
+        key=[names.index(column) for column in table.key],
+    )
+
+
+def _parse_relation(message: bytes) -> tuple[int, str, str, list[tuple[str, int, int]]]:
+    """Oid, schema, name and columns (name, type, typmod) of a relation message."""
+    oid = struct.unpack_from(">I", message, 1)[0]
+    place = 5
+
+    def text() -> str:
+        nonlocal place
+        end = message.index(b"\0", place)
+        found = message[place:end].decode()
+        place = end + 1
+        return found
+
+    schema, name = text() or "pg_catalog", text()
+    count = struct.unpack_from(">h", message, place + 1)[0]
+    place += 3
+    columns = []
+    for _ in range(count):
+        place += 1
+        column = text()
+        kind, typmod = struct.unpack_from(">Ii", message, place)
+        place += 8
+        columns.append((column, kind, typmod))
+    return oid, schema, name, columns

@@ -1,0 +1,461 @@
+"""Row changes as the stream sends them: where their tuples lie, and their columns on workers.
+
+A split decodes spooled messages of one table into change batches. An update does not send large
+values that it left as they are (TOAST): they are taken from the row's change before, from the old
+row where the table's replica identity sends it in full, or, for a row's first change, from the
+destination. The obvious shortcut, a null, would destroy the value.
+"""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyiceberg.types import IcebergType
+
+from icestream.change import AT, OP, SEQ, Op
+from icestream.errors import DataRejected, HistoryLost
+from icestream.schema import Column, SchemaGap, arrow_schema, gaps, schema_from_json
+from icestream.sources import ValuesNeeded
+from icestream.sources.postgres.connection import Connection, Dsn, quoted, text_literal
+from icestream.sources.postgres.decode import (
+    Codec,
+    Form,
+    PgType,
+    Tuples,
+    copy_expression,
+    decode,
+    iceberg_type,
+    in_binary,
+    tuples_at,
+)
+from icestream.sources.postgres.framing import row_tuples
+
+# Above those of columns, of which a table has at most 1,600; Iceberg numbers them anew.
+_NESTED_IDS = 10_000
+# Columns that joins add; no table has columns of such names.
+_ROW, _PLACE = "\0row", "\0place"
+
+_INSERT, _DELETE = ord("I"), ord("D")
+# A key change is two changes: the old key goes, in its share, and the new one comes in its own.
+MOVED_OUT, MOVED_IN = ord("o"), ord("i")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RelationColumn:
+    """A column as the stream describes it."""
+
+    name: str
+    type: PgType
+    typmod: int
+    declared: IcebergType | None = None
+
+    def iceberg(self) -> IcebergType:
+        """The type of the column in a table that is made for it."""
+        return self.declared or iceberg_type(self.type, self.typmod, itertools.count(_NESTED_IDS))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Relation:
+    """One version of a table as the stream describes it; `key` are positions of key columns."""
+
+    table: str
+    oid: int
+    columns: Sequence[RelationColumn]
+    key: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """Where the rows of a table can be read."""
+
+    dsn: Dsn = field(repr=False)
+    schema: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpoolPart:
+    """Record batches of one segment's file that a split reads."""
+
+    path: str
+    batches: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WalSplit:
+    """The changes of one table's keys, or a share of them, in one epoch.
+
+    `emptied_at` is where the table was truncated last within the epoch: what came before is moot.
+    `stored` are values that the changes left out and that were looked up in the destination.
+    """
+
+    table: str
+    parts: Sequence[SpoolPart]
+    relations: Mapping[int, Relation]
+    lower: int
+    upper: int
+    size_bytes: int
+    emptied_at: tuple[int, int] | None = None
+    append_only: bool = False
+    stored: bytes | None = None
+    copying: Origin | None = None
+    each_key_once: bool = False
+
+    def read(self, schema_json: str, key: Sequence[str]) -> Iterator[pa.Table]:
+        """Change batches; raises `ValuesNeeded` for what only the destination has."""
+        schema = schema_from_json(schema_json)
+        for relation in self.relations.values():
+            missing = gaps(schema, relation_columns(relation, key))
+            if missing:
+                raise SchemaGap(self.table, missing)
+        kinds = {each.name: each.field_type for each in schema.fields}
+        arrow = arrow_schema(schema)
+        pieces = [
+            _decoded(rows, kinds, arrow, key) for rows in self._rows() if not self._moot(rows)
+        ]
+        if self.append_only:
+            pieces = [piece.only(piece.ops == Op.INSERT) for piece in pieces]
+        if any(piece.unsent for piece in pieces):
+            whole = _joined(pieces)
+            yield _completed(whole, self, key, arrow).table
+            return
+        for piece in pieces:
+            yield piece.table
+
+    def learned(self) -> Any:
+        """Nothing."""
+        return None
+
+    def with_stored(self, values: pa.Table) -> "WalSplit":
+        """The same split with values that it asked for."""
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, values.schema) as stream:
+            stream.write_table(values)
+        return replace(self, stored=sink.getvalue().to_pybytes())
+
+    def keys(self, key_types: Mapping[str, Any], arrow: pa.Schema) -> pa.Table:
+        """The keys that the changes touch, in the columns of the table's schema."""
+        names = list(key_types)
+        pieces = [
+            _decoded(rows, key_types, arrow, names).table.select(names) for rows in self._rows()
+        ]
+        empty = pa.schema([arrow.field(name) for name in names]).empty_table()
+        return pa.concat_tables([empty, *pieces], promote_options="permissive")
+
+    def stored_rows(self, keys: pa.Table, columns: Sequence[str]) -> pa.Table:
+        """The destination's rows under these keys; raises `ValuesNeeded` to have them looked up."""
+        if keys.num_rows == 0:
+            names = {name: pa.null() for name in columns}
+            return pa.schema([*keys.schema, *names.items()]).empty_table()
+        if self.stored is None:
+            raise ValuesNeeded(self.table, keys, columns)
+        return pa.ipc.open_stream(self.stored).read_all()
+
+    def fetched_rows(self, keys: pa.Table, columns: Sequence[str], arrow: pa.Schema) -> pa.Table:
+        """Rows that the destination lacks, from the server as they are now.
+
+        Only a table that is still being copied may lack rows. What is newer than the change comes
+        again with the changes that follow, and a row that is gone is deleted by them.
+        """
+        relation = self.relations[max(self.relations)]
+        names = [*keys.column_names, *columns]
+        if keys.num_rows == 0:
+            return pa.schema([arrow.field(name) for name in names]).empty_table()
+        if self.copying is None:
+            raise HistoryLost(
+                f"table {self.table} lacks rows whose unchanged values PostgreSQL did not send",
+                detail=f"{keys.num_rows} rows are not in the lake.",
+                hint="Someone removed them from the Iceberg table; restore them, or drop the "
+                "Iceberg table to have it copied anew.",
+            )
+        return _fetched(self.copying, relation, keys, columns, arrow)
+
+    def _moot(self, rows: "_Rows") -> bool:
+        return len(rows.at) == 0
+
+    def _rows(self) -> Iterator["_Rows"]:
+        """The split's messages, one relation version at a time."""
+        for part in self.parts:
+            with pa.memory_map(part.path) as file:
+                reader = pa.ipc.open_file(file)
+                for number in part.batches:
+                    yield from self._rows_of(reader.get_batch(number))
+
+    def _rows_of(self, batch: pa.RecordBatch) -> Iterator["_Rows"]:
+        slot, kind, at, seq = (batch.column(n).to_numpy(zero_copy_only=False) for n in range(4))
+        inside = (at >= self.lower) & (at < self.upper)
+        if self.emptied_at is not None:
+            wall, number = self.emptied_at
+            inside &= (at > wall) | ((at == wall) & (seq >= number))
+        messages = batch.column(4)
+        offsets = np.frombuffer(messages.buffers()[1], dtype=np.int64)
+        content = np.frombuffer(messages.buffers()[2], dtype=np.uint8)
+        for number, relation in self.relations.items():
+            chosen = np.flatnonzero(inside & (slot == number))
+            yield _Rows(
+                relation=relation,
+                kind=kind[chosen],
+                at=at[chosen],
+                seq=seq[chosen],
+                content=content,
+                starts=offsets[chosen],
+                ends=offsets[chosen + 1],
+            )
+
+
+def relation_columns(relation: Relation, key: Sequence[str]) -> list[Column]:
+    """The relation's columns as a table would be created with."""
+    return [
+        Column(
+            name=column.name,
+            type=column.iceberg(),
+            required=column.name in key,
+        )
+        for column in relation.columns
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rows:
+    relation: Relation
+    kind: np.ndarray
+    at: np.ndarray
+    seq: np.ndarray
+    content: np.ndarray
+    starts: np.ndarray
+    ends: np.ndarray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Piece:
+    """Decoded changes; `unsent` tells per column which values were left out, `origin` which row
+    of the same table held the row before a key change."""
+
+    table: pa.Table
+    ops: np.ndarray
+    unsent: Mapping[str, np.ndarray]
+    moved_in: np.ndarray
+
+    def only(self, mask: np.ndarray) -> "_Piece":
+        return _Piece(
+            table=self.table.filter(pa.array(mask)),
+            ops=self.ops[mask],
+            unsent={},
+            moved_in=self.moved_in[mask],
+        )
+
+
+def _decoded(rows: _Rows, kinds: Mapping[str, Any], arrow: pa.Schema, key: Sequence[str]) -> _Piece:
+    """One relation version's messages as changes in the table's columns."""
+    old, new, damaged = row_tuples(rows.content, rows.starts, rows.ends)
+    if damaged >= 0:
+        raise DataRejected(f"a spooled change of table {rows.relation.table} is damaged")
+    width = len(rows.relation.columns)
+    leaving = (rows.kind == _DELETE) | (rows.kind == MOVED_OUT)
+    tuples = tuples_at(rows.content, np.where(leaving, old, new), width)
+    before = tuples_at(rows.content, old, width)
+    _fill_unsent(tuples, before)
+    columns, unsent = {}, {}
+    for number, column in enumerate(rows.relation.columns):
+        if column.name not in kinds:
+            continue
+        to, wanted = kinds[column.name], arrow.field(column.name).type
+        columns[column.name] = decode(tuples, number, column.type, to, wanted, column.name)
+        absent = tuples.forms[number] == Form.UNSENT
+        if absent.any():
+            unsent[column.name] = absent
+    ops = np.where(
+        leaving,
+        np.int8(Op.DELETE),
+        np.where(rows.kind == _INSERT, np.int8(Op.INSERT), np.int8(Op.UPSERT)),
+    )
+    head = {OP: pa.array(ops), AT: pa.array(rows.at), SEQ: pa.array(rows.seq)}
+    return _Piece(
+        table=pa.table({**head, **columns}),
+        ops=ops,
+        unsent=unsent,
+        moved_in=rows.kind == MOVED_IN,
+    )
+
+
+def _fill_unsent(tuples: Tuples, before: Tuples) -> None:
+    """Take values that the new tuple leaves out from the old one where that was sent in full."""
+    fill = (tuples.forms == Form.UNSENT) & (before.forms != Form.UNSENT)
+    fill &= before.forms != Form.NULL
+    if fill.any():
+        tuples.starts[fill] = before.starts[fill]
+        tuples.lengths[fill] = before.lengths[fill]
+        tuples.forms[fill] = before.forms[fill]
+
+
+def _joined(pieces: Sequence[_Piece]) -> _Piece:
+    """All pieces as one, in the order of the stream."""
+    table = pa.concat_tables([piece.table for piece in pieces], promote_options="permissive")
+    names = {name for piece in pieces for name in piece.unsent}
+    unsent = {
+        name: np.concatenate(
+            [p.unsent.get(name, np.zeros(p.table.num_rows, dtype=bool)) for p in pieces]
+        )
+        for name in names
+    }
+    moved_in = np.concatenate([piece.moved_in for piece in pieces])
+    seq = table.column(SEQ).combine_chunks().to_numpy(zero_copy_only=False)
+    # Of the two changes that a key change is, the old key's comes first.
+    order = np.lexsort((moved_in, seq))
+    table = table.take(pa.array(order))
+    ops = table.column(OP).combine_chunks().to_numpy(zero_copy_only=False)
+    return _Piece(
+        table=table,
+        ops=ops,
+        unsent={name: absent[order] for name, absent in unsent.items()},
+        moved_in=moved_in[order],
+    )
+
+
+def _completed(piece: _Piece, split: "WalSplit", key: Sequence[str], arrow: pa.Schema) -> _Piece:
+    """Put in the values that were left out: they are the ones of the row's change before, or, for
+    a row's first change, what the destination has.
+
+    Raises `ValuesNeeded` when the destination was not asked yet.
+    """
+    table = piece.table
+    previous = _previous(piece, key)
+    roots = {name: _roots(absent, previous) for name, absent in piece.unsent.items()}
+    lacking = {name: absent & (previous[roots[name]] < 0) for name, absent in piece.unsent.items()}
+    ask = np.zeros(table.num_rows, dtype=bool)
+    for name, missing in lacking.items():
+        ask[roots[name][missing]] = True
+    stored = split.stored_rows(_lookup_keys(piece, key, ask), sorted(piece.unsent))
+    place = np.full(table.num_rows, -1, dtype=np.int64)
+    place[ask] = _places(_lookup_keys(piece, key, ask), stored, key)
+    lost = np.zeros(table.num_rows, dtype=bool)
+    for name, missing in lacking.items():
+        lost |= missing & (place[roots[name]] < 0)
+    own_keys = table.select(list(key)).filter(pa.array(lost))
+    fetched = split.fetched_rows(own_keys, sorted(piece.unsent), arrow)
+    fetched_place = np.full(table.num_rows, -1, dtype=np.int64)
+    fetched_place[lost] = _places(own_keys, fetched, key)
+    columns = dict(zip(table.column_names, table.columns, strict=True))
+    for name, absent in piece.unsent.items():
+        own = table.column(name).combine_chunks()
+        parts = [own, *(part.column(name).combine_chunks() for part in (stored, fetched))]
+        values = pa.concat_arrays([part.cast(own.type) for part in parts])
+        root, indices = roots[name], np.arange(len(own))
+        indices = np.where(absent & ~lacking[name], previous[root], indices)
+        indices = np.where(lacking[name], len(own) + place[root], indices)
+        elsewhere = lacking[name] & (place[root] < 0)
+        indices = np.where(elsewhere, len(own) + len(stored) + fetched_place, indices)
+        # What is nowhere any more is dropped below.
+        nowhere = elsewhere & (fetched_place < 0)
+        columns[name] = values.take(pa.array(indices, mask=nowhere))
+    whole = _Piece(table=pa.table(columns), ops=piece.ops, unsent={}, moved_in=piece.moved_in)
+    return whole.only(~lost | (fetched_place >= 0))
+
+
+def _previous(piece: _Piece, key: Sequence[str]) -> np.ndarray:
+    """For each change the change of the same row before it, or -1.
+
+    The row of a key change had its old key before: its predecessor is that of the old key's
+    deletion, which stands directly in front of it.
+    """
+    table = piece.table
+    codes = np.zeros(table.num_rows, dtype=np.int64)
+    for name in key:
+        column = table.column(name).combine_chunks()
+        if isinstance(column.type, pa.BaseExtensionType):
+            column = column.cast(column.type.storage_type)
+        part = pc.dictionary_encode(column).indices.to_numpy(zero_copy_only=False)
+        _, codes = np.unique(np.stack([codes, part]), axis=1, return_inverse=True)
+    order = np.argsort(codes, kind="stable")
+    previous = np.full(len(codes), -1, dtype=np.int64)
+    same = codes[order][1:] == codes[order][:-1]
+    previous[order[1:][same]] = order[:-1][same]
+    arrived = np.flatnonzero(piece.moved_in)
+    previous[arrived] = previous[arrived - 1]
+    return previous
+
+
+def _roots(absent: np.ndarray, previous: np.ndarray) -> np.ndarray:
+    """Follow predecessors through changes that left the value out, to the first of them."""
+    root = np.arange(len(absent))
+    while True:
+        step = previous[root]
+        onward = absent & (step >= 0) & absent[root] & absent[np.maximum(step, 0)]
+        if not onward.any():
+            return root
+        root = np.where(onward, step, root)
+
+
+def _lookup_keys(piece: _Piece, key: Sequence[str], ask: np.ndarray) -> pa.Table:
+    """The keys under which the destination has the rows that are asked for."""
+    place = np.arange(piece.table.num_rows)
+    # A row whose key has changed is there under its old key, which stands directly in front.
+    place = np.where(piece.moved_in, place - 1, place)
+    return piece.table.select(list(key)).take(pa.array(place[ask]))
+
+
+def _places(keys: pa.Table, rows: pa.Table, key: Sequence[str]) -> np.ndarray:
+    """For each key the place of its row, or -1."""
+    wanted = plain(keys).append_column(_ROW, pa.array(np.arange(keys.num_rows)))
+    there = plain(rows).append_column(_PLACE, pa.array(np.arange(rows.num_rows)))
+    there = there.select([*key, _PLACE]).cast(
+        pa.schema([*plain(keys).schema, pa.field(_PLACE, pa.int64())])
+    )
+    joined = wanted.join(there, keys=list(key), join_type="left outer").sort_by(_ROW)
+    places: np.ndarray = pc.fill_null(joined.column(_PLACE), -1).combine_chunks().to_numpy()
+    return places
+
+
+def _fetched(
+    origin: Origin,
+    relation: Relation,
+    keys: pa.Table,
+    columns: Sequence[str],
+    arrow: pa.Schema,
+) -> pa.Table:
+    """Rows of the table as they are now, by their keys."""
+    names = [*keys.column_names, *columns]
+    described = {column.name: column for column in relation.columns}
+    kinds = {name: described[name].iceberg() for name in names}
+    chosen = ", ".join(copy_expression(n, described[n].type, kinds[n]) for n in names)
+    texts = [n for n, name in enumerate(names) if not in_binary(described[name].type, kinds[name])]
+    wanted = ", ".join(
+        "(" + ", ".join(text_literal(_text(row[n], described[n])) for n in row) + ")"
+        for row in plain(keys).to_pylist()
+    )
+    where = f"({', '.join(quoted(name) for name in keys.column_names)}) IN ({wanted})"
+    query = f"SELECT {chosen} FROM {quoted(origin.schema, origin.name)} WHERE {where}"
+    schema = pa.schema([arrow.field(name) for name in names])
+    with Connection(origin.dsn) as connection:
+        pieces = [
+            pa.table(
+                [
+                    decode(tuples, n, described[name].type, kinds[name], schema.field(n).type, name)
+                    for n, name in enumerate(names)
+                ],
+                schema=schema,
+            )
+            for tuples in connection.copy(query, len(names), texts)
+        ]
+    return pa.concat_tables([schema.empty_table(), *pieces])
+
+
+def _text(value: Any, column: RelationColumn) -> str:
+    """A key's value as PostgreSQL reads it."""
+    if not isinstance(value, bytes):
+        return str(value)
+    return value.hex() if column.type.codec == Codec.UUID else f"\\x{value.hex()}"
+
+
+def plain(table: pa.Table) -> pa.Table:
+    """Without extension types, which Arrow cannot join by."""
+    for number, column in enumerate(table.columns):
+        if isinstance(column.type, pa.BaseExtensionType):
+            table = table.set_column(
+                number, table.column_names[number], column.cast(column.type.storage_type)
+            )
+    return table

@@ -1,0 +1,430 @@
+"""What a PostgreSQL server has and allows: tables, publications, the slot, and what is missing.
+
+Every check that fails says what to run at the server. Publications are made and kept in step with
+the configuration unless the configuration names one of its own, which is then left alone.
+"""
+
+import difflib
+import fnmatch
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from pyiceberg.types import IcebergType
+
+from icestream.errors import ConfigInvalid, HistoryLost, NeedsOperator
+from icestream.sources.postgres.backfill import Leaf
+from icestream.sources.postgres.changes import RelationColumn
+from icestream.sources.postgres.connection import (
+    Connection,
+    Dsn,
+    lsn_text,
+    parse_lsn,
+    quoted,
+    text_literal,
+)
+from icestream.sources.postgres.decode import TYPES_QUERY, PgType, kinds_by_oid
+
+VERSION_MIN = 150_000
+_PART = re.compile(r'"((?:[^"]|"")*)"|([^".]+)')
+_PLAIN = re.compile(r"[^\".]+")
+
+_TABLES = """
+select n.nspname::text, c.relname::text, c.oid::int8, c.relkind::text, c.relreplident::text,
+       has_table_privilege(c.oid, 'SELECT')
+from pg_catalog.pg_class c join pg_catalog.pg_namespace n on n.oid = c.relnamespace
+where c.relkind in ('r', 'p') and not c.relispartition and c.relpersistence = 'p'
+  and n.nspname not in ('pg_catalog', 'information_schema') and n.nspname !~ '^pg_'
+order by 1, 2
+"""
+_COLUMNS = """
+select a.attname::text, a.atttypid::int8, a.atttypmod, a.attgenerated::text
+from pg_catalog.pg_attribute a
+where a.attrelid = :oid and a.attnum > 0 and not a.attisdropped order by a.attnum
+"""
+_KEY = """
+select a.attname::text
+from pg_catalog.pg_index i
+cross join unnest(i.indkey) with ordinality as k(attnum, place)
+join pg_catalog.pg_attribute a on a.attrelid = i.indrelid and a.attnum = k.attnum
+where i.indrelid = :oid and i.indisvalid
+  and case when :by_index then i.indisreplident else i.indisprimary end
+order by k.place
+"""
+_LEAVES = """
+select c.oid::int8, n.nspname::text, c.relname::text,
+       greatest(0, pg_relation_size(c.oid) / current_setting('block_size')::int)::int8
+from pg_catalog.pg_class c join pg_catalog.pg_namespace n on n.oid = c.relnamespace
+where c.relkind = 'r' and (c.oid = :oid or c.oid in (
+  select t.relid from pg_catalog.pg_partition_tree(:oid) t where t.isleaf))
+order by 1
+"""
+_PUBLISHED = """
+select p.schemaname::text, p.tablename::text, p.attnames::text[], p.rowfilter::text
+from pg_catalog.pg_publication_tables p where p.pubname = :name
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PgTable:
+    """A table to be copied and followed.
+
+    `key` are the columns by which the stream identifies rows; without any, rows are only added.
+    """
+
+    name: str
+    schema: str
+    relation: str
+    oid: int
+    columns: Sequence[RelationColumn]
+    key: Sequence[str]
+    leaves: Sequence[Leaf]
+    row_filter: str | None = None
+
+    @property
+    def pages(self) -> int:
+        """How many pages there are to copy."""
+        return sum(leaf.pages for leaf in self.leaves)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """The replication slot as the server describes it."""
+
+    name: str
+    confirmed: int
+    active: bool
+    wal_status: str
+    plugin: str
+    lag_bytes: int
+    safe_bytes: int | None
+
+
+def table_name(schema: str, relation: str) -> str:
+    """`schema.table`, with quotes where a part would otherwise be misread."""
+    parts = (part if _PLAIN.fullmatch(part) else quoted(part) for part in (schema, relation))
+    return ".".join(parts)
+
+
+def name_parts(text: str) -> list[str]:
+    """The parts of a name or pattern as it is written in the configuration."""
+    return [
+        inner.replace('""', '"') if inner or not plain else plain
+        for inner, plain in _PART.findall(text)
+    ]
+
+
+class Server:
+    """The server behind a DSN, asked over one connection at a time."""
+
+    def __init__(self, dsn: Dsn, pipeline: str, slot: str, publication: str):
+        self.dsn = dsn
+        self.slot_name = slot or f"icestream_{re.sub('[^a-z0-9_]', '_', pipeline.lower())}"[:63]
+        self._given = publication
+        self._own = f"icestream_{pipeline}"[:55]
+        self.types: Mapping[int, PgType] = {}
+
+    @property
+    def publications(self) -> list[str]:
+        """The publications that the stream asks for."""
+        return [self._given] if self._given else [self._own, f"{self._own}_inserts"]
+
+    def identity(self) -> str:
+        """What tells this cluster from every other one."""
+        with Connection(self.dsn, replication=True) as connection:
+            return str(connection.rows("IDENTIFY_SYSTEM")[0][0])
+
+    def check(self) -> None:
+        """Refuse a server that cannot serve changes, with what to do about it."""
+        with Connection(self.dsn) as connection:
+            version = int(connection.one("SHOW server_version_num"))
+            if version < VERSION_MIN:
+                raise ConfigInvalid(
+                    f"PostgreSQL at {self.dsn} is too old",
+                    detail=f"Its version is {connection.one('SHOW server_version')}.",
+                    hint="Use PostgreSQL 15 or newer.",
+                )
+            level = connection.one("SHOW wal_level")
+            if level != "logical":
+                raise ConfigInvalid(
+                    f"PostgreSQL at {self.dsn} does not write logical changes",
+                    detail=f"Its wal_level is {level}.",
+                    hint="Run `ALTER SYSTEM SET wal_level = logical` and restart the server.",
+                )
+            allowed = connection.one(
+                "SELECT rolsuper OR rolreplication FROM pg_roles WHERE rolname = current_user"
+            )
+            # Hosted servers give the privilege through roles of their own.
+            member = connection.one(
+                "SELECT count(*) FROM pg_roles WHERE pg_has_role(current_user, oid, 'member') "
+                "AND rolname IN ('rds_replication', 'cloudsqlsuperuser', 'azure_pg_admin')"
+            )
+            if not allowed and not member:
+                role = connection.one("SELECT current_user::text")
+                raise ConfigInvalid(
+                    f"role {role} may not follow changes",
+                    hint=f"Run `ALTER ROLE {quoted(str(role))} REPLICATION` as a superuser.",
+                )
+
+    def tables(
+        self,
+        patterns: Sequence[str],
+        identifiers: Mapping[str, Sequence[str]],
+        declared: Mapping[str, Mapping[str, IcebergType]],
+    ) -> list[PgTable]:
+        """The tables that the configuration names, each pattern in its turn."""
+        with Connection(self.dsn) as connection:
+            self.types = kinds_by_oid(connection.rows(TYPES_QUERY))
+            listed = connection.rows(_TABLES)
+            chosen: dict[str, list[object]] = {}
+            for pattern in patterns:
+                found = [row for row in listed if _matches(pattern, str(row[0]), str(row[1]))]
+                if not found:
+                    raise _no_table(pattern, listed, str(self.dsn))
+                chosen.update({table_name(str(r[0]), str(r[1])): r for r in found})
+            return [
+                self._table(connection, row, identifiers.get(name, ()), declared.get(name, {}))
+                for name, row in chosen.items()
+            ]
+
+    def _table(
+        self,
+        connection: Connection,
+        row: Sequence[object],
+        identifiers: Sequence[str],
+        declared: Mapping[str, IcebergType],
+    ) -> PgTable:
+        schema, relation, oid = str(row[0]), str(row[1]), int(str(row[2]))
+        name = table_name(schema, relation)
+        if not row[5]:
+            raise ConfigInvalid(
+                f"table {name} may not be read",
+                hint=f"Run `GRANT SELECT ON {quoted(schema, relation)} TO ...` for the DSN's role.",
+            )
+        columns = [
+            RelationColumn(
+                name=str(column),
+                type=self.types[int(kind)],
+                typmod=int(typmod),
+                declared=declared.get(str(column)),
+            )
+            for column, kind, typmod, generated in connection.rows(_COLUMNS, oid=oid)
+            if not generated
+        ]
+        leaves = [
+            Leaf(oid=int(leaf), schema=str(space), name=str(part), pages=int(pages))
+            for leaf, space, part, pages in connection.rows(_LEAVES, oid=oid)
+        ]
+        return PgTable(
+            name=name,
+            schema=schema,
+            relation=relation,
+            oid=oid,
+            columns=columns,
+            key=_key(connection, name, oid, str(row[4]), list(identifiers)),
+            leaves=leaves,
+        )
+
+    def publish(self, tables: Sequence[PgTable]) -> int:
+        """Make the publications cover exactly these tables; returns the id of the transaction that
+        added any, 0 when nothing was added.
+
+        A table whose rows cannot be identified is published for inserts alone: PostgreSQL would
+        refuse updates of it at the source.
+        """
+        with Connection(self.dsn) as connection:
+            if self._given:
+                self._check_given(connection, tables)
+                return 0
+            keyed = [table for table in tables if table.key]
+            keyless = [table for table in tables if not table.key]
+            main, inserts = self.publications
+            added = self._cover(connection, main, keyed, "insert, update, delete, truncate")
+            return max(added, self._cover(connection, inserts, keyless, "insert, truncate"))
+
+    def _cover(
+        self, connection: Connection, name: str, tables: Sequence[PgTable], operations: str
+    ) -> int:
+        wanted = {(table.schema, table.relation) for table in tables}
+        exists = connection.rows("SELECT 1 FROM pg_publication WHERE pubname = :name", name=name)
+        found = {(str(r[0]), str(r[1])) for r in connection.rows(_PUBLISHED, name=name)}
+        commands = []
+        if not exists:
+            targets = ", ".join(quoted(*table) for table in sorted(wanted))
+            commands = [
+                f"CREATE PUBLICATION {quoted(name)}{' FOR TABLE ' + targets if wanted else ''} "
+                f"WITH (publish = {text_literal(operations)}, publish_via_partition_root = true)"
+            ]
+        for verb, names in (("ADD", wanted - found), ("DROP", found - wanted)):
+            if exists and names:
+                targets = ", ".join(quoted(*table) for table in sorted(names))
+                commands.append(f"ALTER PUBLICATION {quoted(name)} {verb} TABLE {targets}")
+        if not commands:
+            return 0
+        connection.rows("BEGIN")
+        try:
+            for command in commands:
+                connection.rows(command)
+            xid = int(connection.one("SELECT pg_current_xact_id()::text::bigint"))
+            connection.rows("COMMIT")
+        except NeedsOperator as error:
+            raise ConfigInvalid(
+                f"could not make publication {name}",
+                detail=error.detail,
+                hint="Let an owner of the tables run: " + "; ".join(commands) + ".",
+            ) from error
+        return xid if wanted - found else 0
+
+    def verify_publication(self, tables: Sequence[PgTable]) -> None:
+        """Refuse a publication of the user's own that does not cover the tables."""
+        if self._given:
+            with Connection(self.dsn) as connection:
+                self._check_given(connection, tables)
+
+    def _check_given(self, connection: Connection, tables: Sequence[PgTable]) -> None:
+        name = self._given
+        rows = connection.rows(
+            "SELECT pubinsert AND pubupdate AND pubdelete AND pubtruncate, pubviaroot "
+            "FROM pg_publication WHERE pubname = :name",
+            name=name,
+        )
+        if not rows:
+            targets = ", ".join(quoted(table.schema, table.relation) for table in tables)
+            raise ConfigInvalid(
+                f"there is no publication {name}",
+                hint=f"Run `CREATE PUBLICATION {quoted(name)} FOR TABLE {targets} "
+                "WITH (publish_via_partition_root = true)`.",
+            )
+        found = {(str(r[0]), str(r[1])) for r in connection.rows(_PUBLISHED, name=name)}
+        for table in tables:
+            if (table.schema, table.relation) not in found:
+                raise ConfigInvalid(
+                    f"publication {name} lacks table {table.name}",
+                    hint=f"Run `ALTER PUBLICATION {quoted(name)} ADD TABLE "
+                    f"{quoted(table.schema, table.relation)}`.",
+                )
+
+    def published(self, tables: Sequence[PgTable]) -> list[PgTable]:
+        """The tables with the columns and rows that their publication lets through."""
+        with Connection(self.dsn) as connection:
+            found = {
+                (str(row[0]), str(row[1])): (row[2], row[3])
+                for name in self.publications
+                for row in connection.rows(_PUBLISHED, name=name)
+            }
+        result = []
+        for table in tables:
+            names, row_filter = found.get((table.schema, table.relation), (None, None))
+            kept = [c for c in table.columns if names is None or c.name in names]
+            result.append(
+                replace(table, columns=kept, row_filter=str(row_filter) if row_filter else None)
+            )
+        return result
+
+    def slot(self) -> Slot | None:
+        """The pipeline's slot, or None when there is none."""
+        with Connection(self.dsn) as connection:
+            rows = connection.rows(
+                "SELECT confirmed_flush_lsn::text, active, coalesce(wal_status, 'reserved')::text, "
+                "plugin::text, coalesce(pg_wal_lsn_diff(pg_current_wal_lsn(), "
+                "confirmed_flush_lsn), 0)::bigint, safe_wal_size, database = current_database() "
+                "FROM pg_replication_slots WHERE slot_name = :name",
+                name=self.slot_name,
+            )
+        if not rows:
+            return None
+        confirmed, active, status, plugin, lag, safe, here = rows[0]
+        if plugin != "pgoutput" or not here:
+            raise ConfigInvalid(
+                f"slot {self.slot_name} is not one that this pipeline can use",
+                detail=f"Its plugin is {plugin}, and it belongs to "
+                f"{'this' if here else 'another'} database.",
+                hint="Name another slot with `slot`.",
+            )
+        return Slot(
+            name=self.slot_name,
+            confirmed=parse_lsn(str(confirmed)) if confirmed else 0,
+            active=bool(active),
+            wal_status=str(status),
+            plugin=str(plugin),
+            lag_bytes=int(lag),
+            safe_bytes=None if safe is None else int(safe),
+        )
+
+    def create_slot(self) -> tuple[Connection, int, str]:
+        """Create the slot; the snapshot it exports lives as long as the connection is not used."""
+        connection = Connection(self.dsn, replication=True)
+        try:
+            _, point, snapshot, _ = connection.rows(
+                f"CREATE_REPLICATION_SLOT {quoted(self.slot_name)} LOGICAL pgoutput "
+                "(SNAPSHOT 'export')"
+            )[0]
+            return connection, parse_lsn(str(point)), str(snapshot)
+        except BaseException:
+            connection.close()
+            raise
+
+    def require_history(self, slot: Slot | None, durable: int) -> None:
+        """Refuse to go on when the server no longer has what follows a position."""
+        lost = None
+        if slot is None:
+            lost = "The slot does not exist: it was dropped, or the server is a restored copy."
+        elif slot.wal_status == "lost":
+            lost = "The server has removed log files that the slot needed (max_slot_wal_keep_size)."
+        elif slot.confirmed > durable:
+            lost = (
+                f"The slot was moved on to {lsn_text(slot.confirmed)}, "
+                f"while the lake is at {lsn_text(durable)}."
+            )
+        if lost:
+            raise HistoryLost(
+                f"PostgreSQL no longer has the changes that follow {lsn_text(durable)}",
+                detail=f"Slot {self.slot_name}. {lost}",
+                hint="Drop the slot if it is still there, drop the pipeline's Iceberg tables, and "
+                "start again: all tables are copied anew.",
+            )
+
+    def mark(self) -> int:
+        """Write a mark into the log and return its position: all that was committed is before."""
+        with Connection(self.dsn) as connection:
+            connection.rows("SET synchronous_commit = 'local'")
+            text = connection.one("SELECT pg_logical_emit_message(true, 'icestream', '')::text")
+            return parse_lsn(str(text))
+
+
+def _matches(pattern: str, schema: str, relation: str) -> bool:
+    if pattern == table_name(schema, relation):
+        return True
+    parts = name_parts(pattern)
+    if len(parts) == 1:
+        parts = ["public", *parts]
+    if len(parts) != 2:
+        raise ConfigInvalid(
+            f"{pattern!r} does not name a table", hint="Write schema.table, or a pattern schema.*."
+        )
+    return fnmatch.fnmatchcase(schema, parts[0]) and fnmatch.fnmatchcase(relation, parts[1])
+
+
+def _no_table(pattern: str, listed: Sequence[Sequence[object]], server: str) -> ConfigInvalid:
+    names = [table_name(str(row[0]), str(row[1])) for row in listed]
+    near = difflib.get_close_matches(pattern, names, n=1, cutoff=0.5)
+    return ConfigInvalid(
+        f"PostgreSQL at {server} has no table {pattern}",
+        hint=f"Did you mean `{near[0]}`?" if near else "Check `tables`, the database and the role.",
+    )
+
+
+def _key(connection: Connection, name: str, oid: int, identity: str, given: list[str]) -> list[str]:
+    """The columns by which changes identify rows, as the table's replica identity sends them."""
+    by_index = identity == "i"
+    found = [str(row[0]) for row in connection.rows(_KEY, oid=oid, by_index=by_index)]
+    if given and identity != "f" and set(given) != set(found):
+        raise ConfigInvalid(
+            f"rows of table {name} cannot be identified by {', '.join(given)}",
+            detail="Its replica identity does not send these columns of a row that goes.",
+            hint=f"Run `ALTER TABLE {name} REPLICA IDENTITY FULL`, or leave `identifier_columns` "
+            "out for it.",
+        )
+    if given:
+        return given
+    return [] if identity == "n" else found

@@ -1,0 +1,445 @@
+"""The change stream: framed and spooled by the coordinator, decoded by workers.
+
+    socket ──walk──► rows of whole messages ──by key hash──► segment file ──► WalSplit on a worker
+
+The coordinator only finds out where each message begins, which transaction it belongs to and which
+share of the keys it concerns; that is compiled code over whole buffers. Segments are Arrow files of
+raw messages, cut at transaction ends. Nothing is acknowledged here but what the source was told is
+durable, and the server's keep-alives are answered however long an epoch takes to be written.
+
+A position is an LSN. A transaction belongs to the span `[lower, upper)` that its commit record
+lies in, and the end of a commit record is a valid upper bound.
+"""
+
+import logging
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from icestream.errors import (
+    Broken,
+    DataRejected,
+    HistoryLost,
+    IcestreamError,
+    NeedsOperator,
+    SourceUnavailable,
+)
+from icestream.sources.postgres.changes import MOVED_IN, MOVED_OUT, Relation
+from icestream.sources.postgres.connection import Connection, Inbox, server_error
+from icestream.sources.postgres.framing import SHARES, State, Stop, gather, walk
+
+log = logging.getLogger(__name__)
+
+# Rows are written out when this much has gathered; a segment in shares can be decoded in parallel.
+_BUFFER_BYTES = 32 * 1024**2
+_BUFFER_ROWS = 1 << 18
+# A segment below this is not worth being cut into shares.
+_SHARED_BYTES_MIN = 4 * 1024**2
+# Segments that may wait to be taken, so that reading goes on while an epoch is written.
+_SEGMENTS_WAITING = 4
+_STATUS_SECONDS = 5.0
+_POLL_SECONDS = 0.2
+_XIDS_KEPT = 1 << 16
+_SPOOL_SCHEMA = pa.schema(
+    [
+        ("relation", pa.int32()),
+        ("kind", pa.uint8()),
+        ("at", pa.int64()),
+        ("seq", pa.int64()),
+        ("message", pa.large_binary()),
+    ]
+)
+_EPOCH_2000 = 946_684_800
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """One record batch of a segment's file: a share of the keys, or all of them (-1)."""
+
+    number: int
+    share: int
+    relations: frozenset[int]
+
+
+@dataclass(slots=True, kw_only=True)
+class Segment:
+    """Whole transactions in a file; the unit in which the stream is handed on."""
+
+    path: str
+    lower: int
+    upper: int = 0
+    batches: list[Batch] = field(default_factory=list)
+    bytes_by_relation: dict[int, int] = field(default_factory=dict)
+    moved: set[int] = field(default_factory=set)
+    truncated: dict[int, tuple[int, int]] = field(default_factory=dict)
+    committed_at: float = 0.0
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of its messages."""
+        return sum(self.bytes_by_relation.values())
+
+    @property
+    def empty(self) -> bool:
+        """Whether the segment moves the frontier and nothing else."""
+        return not self.batches and not self.truncated
+
+
+class WalReader:
+    """Reads the stream in a thread of its own and hands out whole segments.
+
+    `describe` turns a relation message into a `Relation`, or None for a table of no interest. At
+    most `bytes_max` bytes wait in closed segments before reading pauses.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[], tuple[Connection, Inbox]],
+        describe: Callable[[bytes], Relation | None],
+        folder: Path,
+        start: int,
+        bytes_max: int,
+    ):
+        self.relations: list[Relation] = []
+        self.sent_lsn = start
+        self._connect = connect
+        self._describe = describe
+        self._folder = folder
+        self._bytes_max = bytes_max
+        self._segment_bytes_max = bytes_max // _SEGMENTS_WAITING
+        self._confirmed = start
+        self._known: dict[int, int] = {}
+        self._rows = np.empty((7, _BUFFER_ROWS), dtype=np.int64)
+        self._content = np.empty(_BUFFER_BYTES, dtype=np.uint8)
+        self._state = np.zeros(12, dtype=np.int64)
+        self._xids = np.zeros(_XIDS_KEPT, dtype=np.int64)
+        self._truncates: list[tuple[int, int, int]] = []
+        self._seq = 0
+        self._number = 0
+        self._file: Any = None
+        self._closed: deque[Segment] = deque()
+        self._lock = threading.RLock()
+        self._wake = threading.Condition(self._lock)
+        self.failed: IcestreamError | None = None
+        self._stopped = False
+        self._open = self._new_segment(start)
+        self._tables_changed()
+        self._connection, self._inbox = connect()
+        self._thread = threading.Thread(target=self._run, name="wal", daemon=True)
+        self._thread.start()
+
+    def segments(self) -> list[Segment]:
+        """All whole transactions that have come, as closed segments, oldest first.
+
+        They stay until `forget`. After a failure only what came before it is there.
+        """
+        with self._lock:
+            if self.failed is None:
+                self._cut()
+            return list(self._closed)
+
+    def serves(self, start: int) -> bool:
+        """Whether what follows `start` is here, or is still to come."""
+        with self._lock:
+            first = self._closed[0].lower if self._closed else self._open.lower
+            waiting = any(segment.upper > start for segment in self._closed)
+            return first <= start and (self.failed is None or waiting)
+
+    def recent_xids(self) -> set[int]:
+        """The transactions that were streamed last."""
+        with self._lock:
+            count = min(int(self._state[State.TRANSACTIONS]), _XIDS_KEPT)
+            return {int(xid) for xid in self._xids[:count]}
+
+    def confirm(self, durable: int) -> None:
+        """Everything before `durable` is committed: tell the server, and forget it here."""
+        with self._lock:
+            self._confirmed = max(self._confirmed, durable)
+            self._wake.notify_all()
+
+    def forget(self, before: int) -> None:
+        """Remove the files of segments that end at or before this position."""
+        with self._lock:
+            while self._closed and self._closed[0].upper <= before:
+                Path(self._closed.popleft().path).unlink(missing_ok=True)
+            self._wake.notify_all()
+
+    def close(self) -> None:
+        """Stop reading and remove the spool."""
+        with self._lock:
+            self._stopped = True
+            self._wake.notify_all()
+        self._connection.close()
+        self._thread.join()
+        with self._lock:
+            self._drop_open()
+            for segment in self._closed:
+                Path(segment.path).unlink(missing_ok=True)
+            self._closed.clear()
+
+    def _run(self) -> None:
+        try:
+            self._read()
+        except IcestreamError as error:
+            self._fail(error)
+        except OSError as error:
+            self._fail(
+                NeedsOperator(
+                    f"could not write the spool in {self._folder}",
+                    detail=f"{error.strerror or error}.",
+                    hint="Make room there, or name another folder with `spool`.",
+                )
+            )
+        except Exception as error:
+            # Nobody would hear of it in this thread, and wait for the stream in vain.
+            log.exception("the change stream broke")
+            self._fail(Broken("the change stream broke", detail=f"{type(error).__name__}."))
+        finally:
+            self._connection.close()
+
+    def _fail(self, error: IcestreamError) -> None:
+        with self._lock:
+            if not self._stopped:
+                log.warning("the change stream ended: %s", error)
+            self.failed = error
+            # Its last transaction may be cut short; it is read again from the last whole segment.
+            self._drop_open()
+            self._wake.notify_all()
+
+    def _read(self) -> None:
+        told = time.monotonic() - _STATUS_SECONDS
+        confirmed = -1
+        while True:
+            with self._lock:
+                if self._stopped:
+                    return
+                # What is durable may be kept for a copy's round, which waits for what follows.
+                waiting = [s.size_bytes for s in self._closed if s.upper > self._confirmed]
+                full = sum(waiting) > self._bytes_max
+                if full:
+                    self._wake.wait(_POLL_SECONDS)
+                due = time.monotonic() - told >= _STATUS_SECONDS
+                moved, reply = self._confirmed != confirmed, bool(self._state[State.REPLY])
+                confirmed = self._confirmed
+            if due or moved or reply:
+                self._connection.send_status(confirmed, reply=due)
+                self._state[State.REPLY] = 0
+                told = time.monotonic()
+            if not full and self._inbox.ready(_POLL_SECONDS):
+                self._inbox.fill()
+                with self._lock:
+                    self._take()
+
+    def _take(self) -> None:
+        """Take all whole messages out of the inbox."""
+        while not self._stopped:
+            raw = self._inbox.view()
+            buffer = (self._rows, self._content, self._xids)
+            used, stop = walk(raw, self._state, self._walk_tables, buffer)
+            self._inbox.consume(used)
+            if stop == Stop.FULL:
+                self._make_room(raw, used)
+            elif stop == Stop.MESSAGE:
+                self._message()
+            elif stop == Stop.DAMAGED:
+                raise DataRejected("a message of the change stream is damaged")
+            elif stop == Stop.ENDED:
+                self._refuse_end()
+            else:
+                break
+        if not self._state[State.INSIDE]:
+            self.sent_lsn = max(self.sent_lsn, int(self._state[State.SENT_LSN]))
+
+    def _message(self) -> None:
+        """Handle a message that the walk leaves to us."""
+        _, body = self._inbox.message()
+        message = body[25:]
+        kind = chr(message[0])
+        if kind == "R":
+            self._relation(message)
+        elif kind == "T":
+            self._truncate(message)
+        elif kind not in "YOM":
+            raise DataRejected(f"the change stream has a message {kind!r} that is not known")
+
+    def _refuse_end(self) -> None:
+        kind, body = self._inbox.message()
+        if kind == ord("E"):
+            fields = {p[:1].decode(): p[1:].decode(errors="replace") for p in body.split(b"\0")}
+            if fields.get("C") in ("42704", "55000", "58P01"):
+                raise HistoryLost(
+                    "PostgreSQL no longer serves the change stream",
+                    detail=f"{fields.get('M')}.",
+                    hint="See `icestream check` for what is missing.",
+                )
+            raise server_error(fields, "PostgreSQL ended the change stream")
+        raise SourceUnavailable("PostgreSQL ended the change stream")
+
+    def _relation(self, message: bytes) -> None:
+        oid = struct.unpack_from(">I", message, 1)[0]
+        relation = self._describe(message)
+        if relation is None:
+            self._known[oid] = -1
+        else:
+            self.relations.append(relation)
+            self._known[oid] = len(self.relations) - 1
+        self._tables_changed()
+
+    def _tables_changed(self) -> None:
+        """Rebuild what the walk knows of relations."""
+        oids = sorted(self._known)
+        slots = [self._known[oid] for oid in oids]
+        keys = [self.relations[slot].key if slot >= 0 else () for slot in slots]
+        self._walk_tables = (
+            np.array(oids, dtype=np.int64),
+            np.array(slots, dtype=np.int64),
+            np.cumsum([0, *(len(key) for key in keys)]).astype(np.int64),
+            np.array([number for key in keys for number in key], dtype=np.int64),
+        )
+
+    def _truncate(self, message: bytes) -> None:
+        count = struct.unpack_from(">i", message, 1)[0]
+        oids = struct.unpack_from(f">{count}I", message, 6)
+        at = int(self._state[State.COMMIT_LSN])
+        # Rows that came so far are older, those that follow are newer.
+        seq = self._seq + int(self._state[State.ROWS])
+        for oid in oids:
+            slot = self._known.get(oid, -1)
+            if slot >= 0:
+                self._truncates.append((slot, at, seq))
+
+    def _make_room(self, raw: np.ndarray, used: int) -> None:
+        """Write rows out, and close the segment when it is large enough."""
+        state = self._state
+        if state[State.ROWS_WHOLE]:
+            self._flush(int(state[State.ROWS_WHOLE]), closing=False)
+            if self._open.size_bytes >= self._segment_bytes_max:
+                self._cut()
+        elif state[State.ROWS]:
+            # The open transaction is larger than the buffer: what came before it goes on alone.
+            self._cut()
+            self._flush(int(state[State.ROWS]), closing=False)
+            state[State.TORN] = 1
+        else:
+            needed = int.from_bytes(raw[used + 1 : used + 5].tobytes())
+            self._content = np.empty(max(needed, 2 * self._content.size), dtype=np.uint8)
+
+    def _cut(self) -> None:
+        """Close the segment behind the last whole transaction, if there is anything to close."""
+        state = self._state
+        if state[State.TORN]:
+            return
+        upper = int(state[State.END_LSN])
+        if not state[State.INSIDE]:
+            upper = max(upper, self.sent_lsn)
+        segment = self._open
+        if upper <= segment.lower:
+            return
+        if state[State.ROWS_WHOLE]:
+            self._flush(int(state[State.ROWS_WHOLE]), closing=True)
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        segment.truncated = {slot: (at, seq) for slot, at, seq in self._truncates if at < upper}
+        self._truncates = [each for each in self._truncates if each[1] >= upper]
+        segment.upper = upper
+        segment.committed_at = float(state[State.TIME]) / 1e6 + _EPOCH_2000
+        if segment.empty and self._closed and self._closed[-1].empty:
+            # Nothing but movement: one segment that says so is enough.
+            segment.lower = self._closed.pop().lower
+        self._closed.append(segment)
+        self._open = self._new_segment(upper)
+
+    def _flush(self, count: int, closing: bool) -> None:
+        """Write the first rows of the buffer to the segment's file and keep the rest."""
+        rows, used = self._rows, int(self._state[State.BYTES])
+        total = int(self._state[State.ROWS])
+        size = int(rows[3, count]) if count < total else used
+        small = closing and not self._open.batches and size < _SHARED_BYTES_MIN
+        if self._file is None:
+            self._file = pa.ipc.new_file(self._open.path, _SPOOL_SCHEMA)
+        self._write_batches(rows[:, :count], self._content[:size], 1 if small else SHARES)
+        self._seq += count
+        rest = total - count
+        rows[:, :rest] = rows[:, count:total].copy()
+        rows[3, :rest] -= size
+        self._content[: used - size] = self._content[size:used].copy()
+        self._state[State.ROWS] = rest
+        self._state[State.ROWS_WHOLE] = max(0, int(self._state[State.ROWS_WHOLE]) - count)
+        self._state[State.BYTES] = used - size
+
+    def _write_batches(self, rows: np.ndarray, content: np.ndarray, shares: int) -> None:
+        slot, kind, at, start, length, share, moved = rows
+        numbers = np.arange(len(slot), dtype=np.int64)
+        leaving = moved >= 0
+        order = np.concatenate([numbers, numbers[leaving]])
+        kinds = np.concatenate(
+            [np.where(leaving, MOVED_IN, kind), np.full(int(leaving.sum()), MOVED_OUT)]
+        )
+        target = np.concatenate([share, moved[leaving]]) if shares > 1 else np.zeros(len(order))
+        self._open.moved.update(int(each) for each in np.unique(slot[leaving]))
+        for each in np.unique(slot):
+            size = int(length[slot == each].sum())
+            known = self._open.bytes_by_relation
+            known[int(each)] = known.get(int(each), 0) + size
+        for number in np.unique(target):
+            chosen = np.flatnonzero(target == number)
+            # Within a share changes stay in the order in which they came.
+            chosen = chosen[np.argsort(order[chosen], kind="stable")]
+            picked = order[chosen]
+            batch = _spool_batch(
+                slot[picked],
+                kinds[chosen],
+                at[picked],
+                self._seq + picked,
+                _messages(content, start[picked], length[picked]),
+            )
+            self._file.write_batch(batch)
+            self._open.batches.append(
+                Batch(
+                    number=len(self._open.batches),
+                    share=int(number) if shares > 1 else -1,
+                    relations=frozenset(int(each) for each in np.unique(slot[picked])),
+                )
+            )
+
+    def _new_segment(self, lower: int) -> Segment:
+        self._number += 1
+        return Segment(path=str(self._folder / f"{self._number:08d}.arrow"), lower=lower)
+
+    def _drop_open(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+            Path(self._open.path).unlink(missing_ok=True)
+
+
+def _messages(content: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> pa.Array:
+    """Pieces of a buffer as an Arrow column."""
+    offsets = np.zeros(len(starts) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    out = np.empty(int(offsets[-1]), dtype=np.uint8)
+    gather(content, starts, lengths, out)
+    buffers = [None, pa.py_buffer(offsets), pa.py_buffer(out)]
+    return pa.Array.from_buffers(pa.large_binary(), len(starts), buffers)
+
+
+def _spool_batch(
+    relation: np.ndarray, kind: np.ndarray, at: np.ndarray, seq: np.ndarray, messages: pa.Array
+) -> pa.RecordBatch:
+    columns = [
+        pa.array(relation.astype(np.int32)),
+        pa.array(kind.astype(np.uint8)),
+        pa.array(at),
+        pa.array(seq),
+        messages,
+    ]
+    return pa.RecordBatch.from_arrays(columns, schema=_SPOOL_SCHEMA)

@@ -1,0 +1,84 @@
+"""Kill -9 of a pipeline that copies and follows PostgreSQL: at every place, and at random."""
+
+import itertools
+from collections.abc import Callable, Iterator
+
+import pytest
+from pyspark.sql import SparkSession
+
+from icestream import failpoints
+from icestream.samples.postgres import EmbeddedPostgres
+from tests.faults.kills import PLACES, Victim, Writer, catalog_in, database, play
+from tests.lake import Lake
+
+MakeVictim = Callable[[], Victim]
+# Chosen for what they hold: kills in the copy and in the stream.
+SEED = 4
+KILLS = 3
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedPostgres]:
+    """A real PostgreSQL."""
+    with EmbeddedPostgres(tmp_path_factory.mktemp("postgres")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def make_victim(
+    server: EmbeddedPostgres, spark: SparkSession, tmp_path_factory: pytest.TempPathFactory
+) -> MakeVictim:
+    """Makes a database with a pipeline of its own."""
+    folder = tmp_path_factory.mktemp("kills")
+    catalog = catalog_in(folder)
+    lake = Lake(spark, catalog)
+    numbers = itertools.count()
+
+    def make() -> Victim:
+        number = next(numbers)
+        return Victim(
+            dsn=database(server.dsn, f"d{number}"),
+            folder=folder / str(number),
+            lake=lake,
+            catalog=catalog,
+            namespace=f"kills{number}",
+        )
+
+    return make
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_copy_that_is_killed_loses_and_doubles_nothing(make_victim: MakeVictim, place: str):
+    """P3, P4: whatever was committed stays, the rest is read again beside the stream."""
+    victim = make_victim()
+    first = place in (failpoints.AFTER_SLOT, failpoints.AFTER_CLAIM)
+    writer = Writer(victim.dsn, seed=1)
+    writer.start()
+    try:
+        victim.run_until_killed(f"{place}=kill@{1 if first else 3}")
+    finally:
+        writer.stop()
+    assert place == failpoints.AFTER_CLAIM or "killed" in victim.story[0]
+    victim.finish()
+    victim.assert_equal()
+
+
+def test_a_stream_that_is_killed_everywhere_loses_and_doubles_nothing(make_victim: MakeVictim):
+    """P6, E3: the slot moves only behind the commit, so what a kill leaves undone comes again."""
+    victim = make_victim()
+    victim.finish()
+    writer = Writer(victim.dsn, seed=2)
+    writer.start()
+    try:
+        for place in PLACES:
+            victim.run_until_killed(f"{place}=kill@1")
+    finally:
+        writer.stop()
+    assert sum("killed" in each for each in victim.story) >= len(failpoints.PLACES) - 1
+    victim.finish()
+    victim.assert_equal()
+
+
+def test_random_kills_lose_and_double_nothing(make_victim: MakeVictim):
+    """P3, P6, X5: repeatable by the seed; `python -m tests.faults.kills` plays as many as asked."""
+    assert play(make_victim(), SEED, KILLS)

@@ -1,0 +1,472 @@
+"""Copies and changes of a real PostgreSQL come into the lake whole, once, and in order."""
+
+import random
+import re
+from pathlib import Path
+
+import pytest
+
+from icestream import failpoints
+from icestream.failpoints import FailpointError
+from icestream.sources.postgres import PostgresSource
+from tests.integration.postgres_world import Load, Published, World, session
+
+ITEM, PART = "id, amount, note", "code, number, note"
+BOTH = ["public.item", "public.part"]
+# Rounds of a few pages, so that a small table takes several.
+SMALL_ROUNDS = {"epoch_bytes_max": 16 * 8192}
+
+
+def loaded(world: World, seed: int, rows: int) -> Load:
+    """A load over two tables that are there already."""
+    load = Load(session(world.dsn), random.Random(seed), rows)
+    load.create()
+    return load
+
+
+def assert_as_of(world: World, load: Load, table: str, snapshot: Published) -> None:
+    """The table as of a snapshot is the database's at the snapshot's position."""
+    columns = ITEM if table == "item" else PART
+    rows = set(world.lake_rows(table, columns, snapshot.snapshot_id))
+    states = [
+        set((noted.items if table == "item" else noted.parts).values())
+        for noted in load.possible(snapshot.lsn)
+    ]
+    assert rows in states, f"{table} at {snapshot}: {[len(rows ^ s) for s in states]} rows differ"
+
+
+def test_copy_and_stream_under_load_equal_the_database_at_every_position(world: World):
+    """P1 P2 P4 P5: changes go on during the copy; each snapshot is a state the database had."""
+    load = loaded(world, 1, 1500)
+    options = {"chunk_pages": 4, "cadence": SMALL_ROUNDS}
+    with load.running(), world.following(BOTH, **options) as following:
+        following.wait_copied("public.item")
+        for _ in range(4):
+            following.wait_past("public.item", load.noted[-1].after)
+    world.run(BOTH, **options)
+    assert len(load.noted) > 20
+    world.assert_equal("item", ITEM)
+    world.assert_equal("part", PART)
+    assert sum(not each.copied for each in world.snapshots("item")) >= 2
+    for table in ("item", "part"):
+        published = [each for each in world.snapshots(table) if each.copied]
+        for snapshot in published[1:5]:
+            assert_as_of(world, load, table, snapshot)
+
+
+def interrupted_copy(world: World, load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Begin a copy of many rounds and end the run after the second of them."""
+    with monkeypatch.context() as patch:
+        patch.setattr(failpoints, "_passes", {})
+        patch.setenv("ICESTREAM_FAILPOINTS", "after-commit=error@2")
+        with pytest.raises(FailpointError):
+            world.run(BOTH, chunk_pages=1, cadence={"epoch_bytes_max": 8 * 8192})
+    # Rows move to other pages, behind and ahead of what was copied.
+    load.db.run("update item set note = note || '!' where id % 3 = 0")
+    load.db.run("delete from item where id % 10 = 1")
+    load.db.run("vacuum item")
+    load.db.run("insert into item select g, 1, 'late' from generate_series(50001, 50100) g")
+    load.db.run("update part set number = number + 100000 where number % 5 = 0")
+    load.items = {row[0]: tuple(row) for row in load.db.run(f"select {ITEM} from item")}
+    load.parts = {(row[0], row[1]): tuple(row) for row in load.db.run(f"select {PART} from part")}
+
+
+def test_copy_that_was_ended_in_the_middle_goes_on_without_loss_or_duplicate(
+    world: World, monkeypatch: pytest.MonkeyPatch
+):
+    """P3: changes meanwhile and during the rest reach copied rows and others alike."""
+    load = loaded(world, 2, 1500)
+    interrupted_copy(world, load, monkeypatch)
+    before = len(world.snapshots("item")) + len(world.snapshots("part"))
+    options = {"chunk_pages": 1, "cadence": SMALL_ROUNDS}
+    with load.running(), world.following(BOTH, **options) as following:
+        following.wait_copied("public.item")
+    world.run(BOTH, **options)
+    world.assert_equal("item", ITEM)
+    world.assert_equal("part", PART)
+    assert before == 2
+
+
+def change_behind_snapshots(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let rows change between the snapshot of each later round and its mark in the log."""
+    begin = PostgresSource._begin_later
+
+    def begin_and_change(self, at, table):  # type: ignore[no-untyped-def]
+        mark = self._server.mark
+
+        def after_changes() -> int:
+            load.db.run("delete from item where id = (select min(id) from item)")
+            load.db.run("update part set note = 'newer'")
+            return mark()
+
+        self._server.mark = after_changes
+        try:
+            return begin(self, at, table)
+        finally:
+            self._server.mark = mark
+
+    monkeypatch.setattr(PostgresSource, "_begin_later", begin_and_change)
+
+
+def test_later_rounds_leave_out_what_the_stream_has_changed_since(
+    world: World, monkeypatch: pytest.MonkeyPatch
+):
+    """P3: changes between a round's snapshot and its mark are the newer ones."""
+    load = loaded(world, 3, 600)
+    interrupted_copy(world, load, monkeypatch)
+    change_behind_snapshots(load, monkeypatch)
+    world.run(BOTH)
+    world.assert_equal("item", ITEM)
+    assert {row[2] for row in world.assert_equal("part", PART)} == {"newer"}
+
+
+def test_without_the_rule_of_touched_keys_later_rounds_undo_changes(
+    world: World, monkeypatch: pytest.MonkeyPatch
+):
+    """P3: the rule is needed: without it a later round brings back what was changed since."""
+    load = loaded(world, 3, 600)
+    interrupted_copy(world, load, monkeypatch)
+    change_behind_snapshots(load, monkeypatch)
+    monkeypatch.setattr(PostgresSource, "_touched", lambda *_: None)
+    world.run(BOTH)
+    with pytest.raises(AssertionError, match="only in the lake"):
+        world.assert_equal("part", PART)
+
+
+# --- tables come and go -----------------------------------------------------------------------
+
+
+def test_table_added_later_is_copied_while_the_others_go_on(world: World):
+    """P9: the copy of an added table and the changes of both end up right, under load."""
+    load = loaded(world, 4, 800)
+    with load.running():
+        world.run(["public.item"])
+        with world.following(BOTH, chunk_pages=4, cadence=SMALL_ROUNDS) as following:
+            following.wait_copied("public.part")
+            following.wait_past("public.item", load.noted[-1].after)
+    world.run(BOTH)
+    world.assert_equal("item", ITEM)
+    world.assert_equal("part", PART)
+
+
+def test_table_that_was_away_comes_back_as_it_is_now(world: World):
+    """P9 P3: what was changed and deleted while the table was not in the configuration is seen."""
+    load = loaded(world, 5, 200)
+    world.run(BOTH)
+    world.run(["public.item"])
+    load.db.run("delete from part where number % 2 = 0")
+    load.db.run("update part set note = 'changed' where number % 3 = 0")
+    load.db.run("insert into part values ('new', 1, 'row')")
+    load.db.run("update item set note = 'other' where id < 10")
+    world.run(["public.item"])
+    world.run(BOTH)
+    world.assert_equal("part", PART)
+    load.db.run("update part set note = 'after'")
+    world.run(BOTH)
+    world.assert_equal("part", PART)
+    world.assert_equal("item", ITEM)
+
+
+def test_iceberg_table_that_someone_dropped_is_copied_anew(world: World):
+    """P3 P9: the lake's table is gone; its rows come again, the other table's do not."""
+    load = loaded(world, 6, 200)
+    world.run(BOTH)
+    snapshots = len(world.snapshots("item"))
+    world.spark.sql(f"DROP TABLE {world.lake.table('shop.part')} PURGE")
+    load.db.run("delete from part where number % 2 = 0")
+    world.run(BOTH)
+    world.assert_equal("part", PART)
+    world.assert_equal("item", ITEM)
+    assert len(world.snapshots("item")) == snapshots
+
+
+# --- kinds of changes -------------------------------------------------------------------------
+
+
+def test_truncate_removes_what_came_before_it_and_nothing_else(world: World):
+    """P7: alone, between inserts of its transaction, and of two tables at once."""
+    for name in ("alone", "between", "two", "three"):
+        world.sql(
+            f"create table {name}(id int primary key, v text)",
+            f"insert into {name} select g, 'old' from generate_series(1, 20) g",
+        )
+    names = ["alone", "between", "two", "three"]
+    world.run(["public.*"])
+    world.sql("update alone set v = 'gone'", "truncate alone")
+    world.transaction(
+        "insert into between values (100, 'before')",
+        "truncate between",
+        "insert into between values (101, 'after')",
+    )
+    world.transaction("insert into two values (100, 'before')", "truncate two, three")
+    world.sql("insert into three values (5, 'new')")
+    world.run(["public.*"])
+    rows = {name: world.assert_equal(name, "id, v") for name in names}
+    assert rows == {"alone": [], "between": [(101, "after")], "two": [], "three": [(5, "new")]}
+
+
+TOASTED = "id, n, md5(big), md5(other)"
+
+
+def toasted(world: World, name: str, identity: str) -> None:
+    """A table with values that are stored apart and not sent again when they did not change."""
+    world.sql(
+        f"create table {name}(id int primary key, code text not null unique, n int, big text, "
+        "other text)",
+        f"alter table {name} alter big set storage external, alter other set storage external",
+        f"insert into {name} select g, 'k' || g, g, repeat(chr(96 + g), 9000), "
+        "repeat(chr(64 + g), 9000) from generate_series(1, 20) g",
+        f"alter table {name} replica identity {identity}",
+    )
+
+
+def test_values_that_were_not_sent_are_kept(world: World):
+    """P7: unchanged TOAST under every replica identity, after key changes, twice in one epoch."""
+    toasted(world, "plain", "default")
+    toasted(world, "entire", "full")
+    toasted(world, "indexed", "using index indexed_code_key")
+    world.run(["public.*"])
+    for name in ("plain", "entire", "indexed"):
+        world.sql(
+            f"update {name} set n = n + 100 where id <= 10",
+            f"update {name} set n = n + 1000 where id <= 5",
+            f"update {name} set id = id + 500, code = code || 'x' where id in (3, 4, 15)",
+            f"update {name} set n = 7 where id in (503, 515)",
+            f"update {name} set id = id + 500, code = code || 'y' where id = 503",
+            f"update {name} set big = repeat('z', 9100) where id = 6",
+            f"update {name} set n = 8 where id = 6",
+            f"update {name} set other = null where id = 7",
+            f"update {name} set n = 9 where id = 7",
+            f"delete from {name} where id = 8",
+            f"insert into {name} values (8, 'k8', 1, repeat('new', 4000), null)",
+            f"update {name} set n = 2 where id = 8",
+            f"insert into {name} values (30, 'k30', 1, repeat('q', 9000), repeat('r', 9000))",
+            f"update {name} set id = 31, code = 'k31' where id = 30",
+            # A key that another row had a moment ago.
+            f"update {name} set id = 3, code = 'k3' where id = 12",
+        )
+    world.run(["public.*"])
+    for name in ("plain", "entire", "indexed"):
+        world.assert_equal(name, TOASTED)
+        world.sql(f"update {name} set n = -1")
+    world.run(["public.*"])
+    for name in ("plain", "entire", "indexed"):
+        world.assert_equal(name, TOASTED)
+
+
+def test_values_that_were_not_sent_of_rows_not_yet_copied(
+    world: World, monkeypatch: pytest.MonkeyPatch
+):
+    """P3 P7: an update before the row's copy does not send it whole, and the lake has no row yet"""
+    toasted(world, "plain", "default")
+    toasted(world, "added", "default")
+    world.run(["public.plain"])
+    begin = PostgresSource._begin_later
+
+    def begin_and_change(self, at, table):  # type: ignore[no-untyped-def]
+        found = begin(self, at, table)
+        world.sql(
+            "update added set n = n + 100 where id <= 5",
+            "update added set id = id + 500 where id in (2, 12)",
+        )
+        found.ready_at = self._server.mark()
+        return found
+
+    world.sql("update added set n = n + 1000 where id > 10")
+    monkeypatch.setattr(PostgresSource, "_begin_later", begin_and_change)
+    world.run(["public.plain", "public.added"])
+    world.assert_equal("added", TOASTED)
+    world.sql("update added set n = n + 5")
+    world.run(["public.plain", "public.added"])
+    world.assert_equal("added", TOASTED)
+
+
+def test_partitioned_table_is_one_table(world: World):
+    """P7: rows that move between partitions, and partitions that come and go."""
+    world.sql(
+        "create table sale(id int, region text, n int, primary key (id, region)) "
+        "partition by list (region)",
+        "create table sale_north partition of sale for values in ('north')",
+        "create table sale_south partition of sale for values in ('south') partition by range (id)",
+        "create table sale_south_1 partition of sale_south for values from (0) to (50)",
+        "create table sale_south_2 partition of sale_south for values from (50) to (1000)",
+        "insert into sale select g, case when g % 2 = 0 then 'north' else 'south' end, g "
+        "from generate_series(1, 100) g",
+    )
+    world.run(["public.sale"])
+    world.assert_equal("sale", "id, region, n")
+    world.sql(
+        "update sale set region = 'south' where id % 10 = 0",
+        "update sale set id = id + 100 where id < 20 and region = 'south'",
+        "create table sale_west partition of sale for values in ('west')",
+        "insert into sale select g, 'west', g from generate_series(500, 510) g",
+        "update sale set region = 'west' where id = 22",
+        "update sale_west set n = -1",
+    )
+    world.run(["public.sale"])
+    assert len(world.assert_equal("sale", "id, region, n")) == 111
+    world.sql("truncate sale_west")
+    world.sql("insert into sale values (1000, 'west', 1)")
+    world.run(["public.sale"])
+    world.assert_equal("sale", "id, region, n")
+
+
+def test_tables_without_key_take_rows_only_and_do_not_disturb_the_source(world: World):
+    """P7 P10: no key: appended; a key by `identifier_columns` and FULL: followed; generated ones"""
+    world.sql(
+        "create table log(at int, line text)",
+        "insert into log values (1, 'one'), (1, 'one')",
+        "create table named(a int, b text, v text)",
+        "alter table named replica identity full",
+        "insert into named select g, 'b' || g, 'v' from generate_series(1, 10) g",
+        "create table made(id int primary key, n int, m int generated always as (n * 2) stored)",
+        "insert into made(id, n) values (1, 1), (2, 2)",
+    )
+    options = {"identifier_columns": {"public.named": ["a", "b"]}}
+    world.run(["public.*"], **options)
+    world.sql(
+        "update log set line = 'changed'",
+        "delete from log where at = 7",
+        "insert into log values (2, 'two')",
+        "update named set v = 'new' where a < 4",
+        "update named set b = 'moved' where a = 5",
+        "delete from named where a = 6",
+        "update made set n = 5 where id = 1",
+        "insert into made(id, n) values (3, 3)",
+    )
+    world.run(["public.*"], **options)
+    world.assert_equal("named", "a, b, v")
+    world.assert_equal("made", "id, n")
+    assert world.lake_rows("log", "at, line") == [(1, "one"), (1, "one"), (2, "two")]
+
+
+def test_odd_names_reach_the_lake(world: World):
+    """P7 I10: blanks, dots, quotes and upper case in names of schemas, tables and columns."""
+    name = '"My Schema"."Odd ta.ble ""x"""'
+    world.sql(
+        'create schema "My Schema"',
+        f'create table {name}("a b" int primary key, "c.d" text, "UPPER" int, "q""t" text)',
+        f"insert into {name} values (1, 'x', 1, 'y')",
+    )
+    shown = 'My Schema."Odd ta.ble ""x"""'
+    options = {"sink": {"tables": {shown: {"table": "odd"}}}}
+    world.run(['"My Schema"."Odd ta.ble ""x"""'], **options)
+    world.sql(f"insert into {name} values (2, 'y', 2, 'z')", f'update {name} set "UPPER" = 7')
+    world.run(['"My Schema".*'], **options)
+    rows = world.lake_rows("odd", '`a b`, `c.d`, `UPPER`, `q"t`')
+    assert rows == [(1, "x", 7, "y"), (2, "y", 7, "z")]
+
+
+def test_table_changes_its_shape_while_it_is_followed(world: World):
+    """P7 I11: columns come, grow and go, also inside a transaction, also of types sent as text."""
+    world.sql(
+        "create table shape(id int primary key, n int, short varchar(5), going text)",
+        "insert into shape values (1, 1, 'a', 'g')",
+        "create table other(id int primary key)",
+    )
+    tables = ["public.shape", "public.other"]
+    columns = "id, n, short"
+    with world.following(tables) as following:
+        following.wait_copied("public.shape")
+        insert = "insert into shape(id, n, short) values"
+        world.change(following, tables[:1], f"{insert} (2, 2, 'b')")
+        world.change(
+            following,
+            tables[:1],
+            f"{insert} (3, 3, 'c')",
+            "alter table shape add column extra int",
+            "insert into shape values (4, 4, 'd', 'g', 4)",
+            "insert into other values (1)",
+        )
+        world.sql("alter table shape alter n type bigint")
+        world.change(following, tables[:1], f"{insert} (5, 5000000000, 'e')")
+        world.sql("alter table shape alter short type varchar(50)", "alter table shape drop going")
+        world.change(following, tables[:1], f"{insert} (6, 6, 'longer than before')")
+        world.sql("alter table shape add column address inet")
+        world.change(
+            following,
+            tables[:1],
+            "update shape set address = '10.0.0.1' where id = 6",
+            "update shape set extra = 2 where id = 1",
+        )
+        world.sql("create type mood as enum ('good', 'bad')")
+        world.sql("alter table shape add column mood mood")
+        world.change(following, tables[:1], "update shape set mood = 'bad' where id = 2")
+    world.assert_equal(
+        "shape",
+        f"{columns}, extra, host(address), mood::text",
+        lake_columns=f"{columns}, extra, address, mood",
+    )
+    world.run(tables)
+    world.assert_equal("other", "id")
+
+
+def test_type_that_is_gone_when_its_changes_are_read(world: World):
+    """P7 P8: a column's type was made, used and dropped between two runs."""
+    world.sql("create table brief(id int primary key)", "insert into brief values (1)")
+    world.run(["public.brief"])
+    world.sql(
+        "create type mood as enum ('good', 'bad')",
+        "alter table brief add column mood mood",
+        "insert into brief values (2, 'bad')",
+        "alter table brief drop column mood",
+        "drop type mood",
+        "insert into brief values (3)",
+    )
+    world.run(["public.brief"])
+    world.assert_equal("brief", "id")
+
+
+# --- sizes ------------------------------------------------------------------------------------
+
+
+def peak_bytes() -> int:
+    """The largest resident size of this process since it was last reset."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(re.search(r"VmHWM:\s+(\d+)", status)[1])  # type: ignore[index]
+
+
+def test_transaction_larger_than_an_epoch_arrives_whole(world: World):
+    """P5: a million rows in one transaction are one snapshot, and memory stays bounded."""
+    world.sql("create table many(id int primary key, v text)", "insert into many values (0, 'v')")
+    world.run(["public.many"])
+    world.sql("insert into many select g, 'v' || g from generate_series(1, 1000000) g")
+    Path("/proc/self/clear_refs").write_text("5")
+    before = peak_bytes()
+    world.run(["public.many"], cadence={"epoch_bytes_max": 4 * 1024**2})
+    assert peak_bytes() - before < 512 * 1024**2
+    name = world.lake.table("shop.many")
+    counted = world.spark.sql(f"SELECT count(*), count(DISTINCT id), max(id) FROM {name}")
+    assert tuple(counted.collect()[0]) == (1_000_001, 1_000_001, 1_000_000)
+    assert len(world.snapshots("many")) == 2
+
+
+def test_row_larger_than_every_buffer(world: World):
+    """P5 P7: a value of thirty million bytes is copied, and streamed."""
+    world.sql("create table wide(id int primary key, v text)")
+    world.sql("insert into wide values (1, repeat('ab', 15000000))")
+    world.run(["public.wide"])
+    world.sql("insert into wide values (2, repeat('cde', 15000000)), (3, 'small')")
+    world.run(["public.wide"], cadence={"epoch_bytes_max": 1024**2})
+    world.assert_equal("wide", "id, md5(v)")
+
+
+def test_many_tables_of_one_epoch_are_one_job(world: World):
+    """E1 P5: the changes of many tables are written by one Spark job."""
+    count = 40
+    for number in range(count):
+        world.sql(f"create table t{number}(id int primary key)")
+    world.run(["public.*"])
+    world.sql("begin", *(f"insert into t{n} values ({n})" for n in range(count)), "commit")
+    pipeline = world.open(world.document(["public.*"]))
+    write, jobs = pipeline._write_epoch, []
+
+    def counted(splits, *rest):  # type: ignore[no-untyped-def]
+        jobs.append(len(splits))
+        return write(splits, *rest)
+
+    pipeline._write_epoch = counted
+    pipeline.run(once=True)
+    assert [size for size in jobs if size] == [count]
+    assert world.lake_rows("t7", "id") == [(7,)]
+    assert world.lake_rows(f"t{count - 1}", "id") == [(count - 1,)]

@@ -1,0 +1,253 @@
+"""What is missing at a PostgreSQL is said at the start with what to run; passing trouble is not."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from icestream import metrics
+from icestream.errors import HistoryLost
+from icestream.samples.postgres import EmbeddedPostgres
+from tests.integration.pipelines import Shell, assert_refused
+from tests.integration.postgres_world import World, administrator
+from tests.servers import free_port, wait_until
+
+INVALID, OPERATOR, PASSING = 2, 3, 1
+ONE = ["public.one"]
+
+
+@pytest.fixture(scope="module")
+def replica(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedPostgres]:
+    """Another server, which writes no logical changes until it is told to."""
+    folder = tmp_path_factory.mktemp("replica")
+    with EmbeddedPostgres(folder, {"wal_level": "replica"}) as server:
+        yield server
+
+
+def one_table(world: World) -> None:
+    """A small table."""
+    world.sql("create table one(id int primary key, v text)", "insert into one values (1, 'a')")
+
+
+def refused(world: World, shell: Shell, code: int, *texts: str, **options: object) -> str:
+    """The run ends with the code and says these things; returns all it said."""
+    tables = options.pop("tables", ONE)
+    answer = shell.run(world.document(tables, **options))  # type: ignore[arg-type]
+    assert_refused(answer, code, *texts)
+    return answer.err
+
+
+def test_server_that_writes_no_logical_changes(
+    world: World, shell: Shell, replica: EmbeddedPostgres
+):
+    """P10: wal_level."""
+    hint = "ALTER SYSTEM SET wal_level = logical"
+    refused(world, shell, INVALID, "does not write logical changes", hint, dsn=replica.dsn)
+
+
+def test_role_lacks_privileges(world: World, shell: Shell):
+    """P10: REPLICATION, SELECT, and ownership of the tables for the publication."""
+    one_table(world)
+    role = f"r_{world.name[-20:]}"
+    world.sql(f"create role {role} login password 'secret-word'")
+    dsn = world.dsn.replace("postgres:" + world.server.password, f"{role}:secret-word")
+    try:
+        said = refused(world, shell, INVALID, f'ALTER ROLE "{role}" REPLICATION', dsn=dsn)
+        assert "secret-word" not in said
+        world.sql(f"alter role {role} replication")
+        refused(world, shell, INVALID, 'GRANT SELECT ON "public"."one"', dsn=dsn)
+        world.sql(
+            f"grant select on one to {role}", f"grant connect on database {world.name} to {role}"
+        )
+        refused(world, shell, INVALID, "CREATE PUBLICATION", dsn=dsn)
+        world.sql("create publication theirs for table one with (publish_via_partition_root)")
+        answer = shell.run(world.document(ONE, dsn=dsn, publication="theirs"))
+        assert answer.code == 0, answer.err
+        world.assert_equal("one", "id, v")
+    finally:
+        world.sql(f"drop owned by {role}", f"drop role {role}")
+
+
+def test_wrong_configuration(world: World, shell: Shell):
+    """P10 U3: names, DSNs and passwords that are wrong; no password is ever shown."""
+    one_table(world)
+    world.sql("create table orders(id int primary key)")
+    refused(world, shell, INVALID, "has no table", "public.orders", tables=["public.oders"])
+    refused(world, shell, INVALID, "has no table", tables=["nowhere.*"])
+    refused(world, shell, INVALID, "DSN is not understood", dsn="mysql://x@y/z")
+    refused(world, shell, INVALID, "DSN is not understood", dsn="postgresql://u@h:port/db")
+    refused(world, shell, INVALID, "parameter", dsn=f"{world.dsn}?sslmod=require")
+    said = refused(
+        world, shell, INVALID, "password", dsn=world.dsn.replace(world.server.password, "wrong-one")
+    )
+    assert "wrong-one" not in said
+    refused(world, shell, INVALID, "nosuchdb", dsn=world.dsn.replace(world.name, "nosuchdb"))
+    refused(world, shell, INVALID, "does not speak TLS", dsn=f"{world.dsn}?sslmode=require")
+    away = world.dsn.replace(f":{world.server.port}/", f":{free_port()}/")
+    refused(world, shell, PASSING, "could not reach PostgreSQL", dsn=away)
+
+
+def test_publication_of_the_users_own(world: World, shell: Shell):
+    """P10: it is used as it is, and must be there, and must have the tables."""
+    one_table(world)
+    refused(world, shell, INVALID, "no publication mine", "CREATE PUBLICATION", publication="mine")
+    world.sql("create publication mine with (publish_via_partition_root)")
+    refused(world, shell, INVALID, "lacks table public.one", "ADD TABLE", publication="mine")
+    world.sql("alter publication mine add table one (id) where (id < 100)")
+    world.sql("insert into one values (500, 'filtered')")
+    world.run(ONE, publication="mine")
+    world.sql("insert into one values (2, 'x'), (600, 'filtered')")
+    world.run(ONE, publication="mine")
+    assert world.lake_rows("one", "*") == [(1,), (2,)]
+
+
+def test_slot_that_no_longer_serves(world: World, shell: Shell):
+    """E7 P10: a slot that was dropped or moved on by someone else is never skipped over."""
+    one_table(world)
+    world.run(ONE)
+    world.sql("insert into one values (2, 'b')")
+    world.sql(f"select pg_replication_slot_advance('{world.slot}', pg_current_wal_insert_lsn())")
+    refused(world, shell, OPERATOR, "no longer has the changes", "was moved on", "copied anew")
+    world.sql(f"select pg_drop_replication_slot('{world.slot}')")
+    refused(world, shell, OPERATOR, "no longer has the changes", "does not exist")
+    # What the hint says helps.
+    world.spark.sql(f"DROP TABLE {world.lake.table('shop.one')}")
+    world.run(ONE)
+    world.assert_equal("one", "id, v")
+
+
+def test_slot_whose_log_the_server_removed(world: World, shell: Shell):
+    """E7 P11: max_slot_wal_keep_size has passed; the lag was a metric before."""
+    one_table(world)
+    world.run(ONE)
+    assert metrics.SLOT_LAG_BYTES.labels(world.slot)._value.get() >= 0
+    world.sql("insert into one values (2, 'b')")
+    try:
+        world.sql("alter system set max_slot_wal_keep_size = '1MB'", "select pg_reload_conf()")
+
+        def lost() -> bool:
+            world.sql("select pg_logical_emit_message(false, 'x', repeat('x', 9000000))")
+            world.sql("select pg_switch_wal()", "checkpoint")
+            return bool(world.slot_row("wal_status") == "lost")
+
+        wait_until(lost, 60, "the slot is lost")
+        refused(world, shell, OPERATOR, "no longer has the changes", "max_slot_wal_keep_size")
+    finally:
+        world.sql("alter system reset max_slot_wal_keep_size", "select pg_reload_conf()")
+
+
+def test_another_server_behind_the_same_dsn(
+    world: World, shell: Shell, postgres_server: EmbeddedPostgres, tmp_path_factory
+):
+    """P10 E7: another cluster is not mistaken for the one that was copied."""
+    one_table(world)
+    world.run(ONE)
+    with EmbeddedPostgres(tmp_path_factory.mktemp("other")) as other:
+        with administrator(other) as admin:
+            admin.run("create table one(id int primary key, v text)")
+        refused(
+            world, shell, OPERATOR, "another PostgreSQL answers", "Correct the DSN", dsn=other.dsn
+        )
+
+
+def test_table_dropped_and_created_anew(world: World, shell: Shell):
+    """P10: the lake's rows are another table's; what the hint says helps."""
+    one_table(world)
+    world.sql("create table two(id int primary key)")
+    both = ["public.one", "public.two"]
+    world.run(both)
+    world.sql("drop table one")
+    one_table(world)
+    refused(world, shell, OPERATOR, "was dropped and created anew", tables=both)
+    world.spark.sql(f"DROP TABLE {world.lake.table('shop.one')}")
+    world.run(["public.two"])
+    world.run(both)
+    world.assert_equal("one", "id, v")
+
+
+def test_table_dropped_and_created_anew_while_it_is_followed(world: World):
+    """P10: the stream goes on with another table of the same name, and the pipeline stops."""
+    one_table(world)
+    world.sql("create table two(id int primary key)")
+    with pytest.raises(HistoryLost, match="dropped and created anew"):
+        with world.following(["public.one", "public.two"]) as following:
+            following.wait_copied("public.one")
+            world.sql("drop table one")
+            one_table(world)
+            world.sql(f'alter publication "icestream_{world.name}" add table one')
+            world.sql("insert into one values (2, 'b')")
+            wait_until(lambda: following.error is not None, 60, "the pipeline stops")
+
+
+def test_connections_that_are_cut_are_made_again(world: World):
+    """P6 P4: the walsender, and every other session of the pipeline, is ended by someone."""
+    one_table(world)
+    with world.following(ONE) as following:
+        following.wait_copied("public.one")
+        for number in range(2, 5):
+            world.sql(
+                "select pg_terminate_backend(pid) from pg_stat_activity "
+                "where datname = current_database() and application_name = 'icestream'"
+            )
+            world.change(following, ONE, f"insert into one values ({number}, 'b')")
+    world.assert_equal("one", "id, v")
+
+
+def test_copy_goes_on_when_its_snapshot_is_ended(world: World):
+    """P3: the session that holds the first snapshot dies between two rounds."""
+    world.sql("create table one(id int primary key, v text)")
+    world.sql("insert into one select g, repeat('x', 200) from generate_series(1, 2000) g")
+    pipeline = world.open(
+        world.document(ONE, cadence={"epoch_bytes_max": 16 * 8192}, chunk_pages=4)
+    )
+    write, seen = pipeline._write_epoch, []
+
+    def cut(splits, *rest):  # type: ignore[no-untyped-def]
+        seen.append(len(splits))
+        if len(seen) == 2:
+            world.sql(
+                "update one set v = 'changed' where id % 2 = 0", "delete from one where id = 5"
+            )
+            world.sql(
+                "select pg_terminate_backend(pid) from pg_stat_activity "
+                "where datname = current_database() and application_name = 'icestream'"
+            )
+        return write(splits, *rest)
+
+    pipeline._write_epoch = cut
+    pipeline.run(once=True)
+    world.run(ONE)
+    world.assert_equal("one", "id, v")
+
+
+def test_server_that_crashes_comes_back(world: World):
+    """P4 P6: the server dies and starts again; the pipeline waits, then goes on."""
+    one_table(world)
+    with world.following(ONE) as following:
+        following.wait_copied("public.one")
+        world.change(following, ONE, "insert into one values (2, 'b')")
+        world.server.stop("immediate")
+        wait_until(lambda: following.pipeline.health.to_json()["state"] == "stalled", 60, "stalled")
+        world.server.start()
+        world.reconnect()
+        world.change(following, ONE, "insert into one values (3, 'c')")
+    world.assert_equal("one", "id, v")
+
+
+def test_slot_moves_only_behind_what_is_durable(world: World, monkeypatch: pytest.MonkeyPatch):
+    """P6: before the commit the slot stands still, after it the slot follows."""
+    one_table(world)
+    world.run(ONE)
+    before = world.slot_row("confirmed_flush_lsn::text")
+    world.sql("insert into one values (2, 'b')")
+    pipeline = world.open(world.document(ONE))
+    commit, seen = pipeline._sink.commit, []
+
+    def watched(written):  # type: ignore[no-untyped-def]
+        seen.append(world.slot_row("confirmed_flush_lsn::text"))
+        return commit(written)
+
+    monkeypatch.setattr(pipeline._sink, "commit", watched)
+    pipeline.run(once=True)
+    assert seen == [before]
+    world.run(ONE)
+    world.assert_equal("one", "id, v")
