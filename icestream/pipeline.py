@@ -313,6 +313,7 @@ class Pipeline:
         wait([future for _, _, future in in_flight])
         in_flight.clear()
         self._pending.clear()
+        self._source.give_up()
         with self._settled:
             self._settled_number = self._number
 
@@ -368,7 +369,7 @@ class Pipeline:
         """Publish a frontier without changes when it is due; False when it stays in memory."""
         interval = self._cadence.heartbeat_interval or 0.0
         due = interval > 0 and time.monotonic() - self._durable_at >= interval
-        return due and self._sink.heartbeat(epoch)
+        return (due or self._source.milestone(epoch)) and self._sink.heartbeat(epoch)
 
     def _last_heartbeat(self, lower: Frontier) -> None:
         """Publish at the end of a single run what it found: the next may be long in coming."""
@@ -484,6 +485,8 @@ class Pipeline:
         for attempt in range(RETRIES_MAX):
             try:
                 return call()
+            except SplitsLost:
+                raise
             except (Retryable, CommitUnknown) as error:
                 if attempt + 1 == RETRIES_MAX or self._stop.is_set():
                     raise

@@ -111,11 +111,19 @@ class Source(Protocol):
         """Raise what would stop a run that goes on from `durable`; nothing is changed."""
         ...
 
+    def milestone(self, epoch: Epoch) -> bool:
+        """Whether an epoch must be made durable at once, even when it brings no change."""
+        ...
+
     def caught_up(self, frontier: Frontier) -> bool:
         """Whether all that was there when the source was first asked lies before a frontier.
 
         A single run ends there although more keeps coming. False when only `available` can tell.
         """
+        ...
+
+    def give_up(self) -> None:
+        """Told after `SplitsLost`: what is not durable will be asked for anew."""
         ...
 
     def splits(self, epoch: Epoch) -> Sequence[Split]:

@@ -678,6 +678,13 @@ class CockroachdbFiles:
         """Look once for what comes next."""
         self.available(durable)
 
+    def give_up(self) -> None:
+        """Nothing: files stay."""
+
+    def milestone(self, epoch: Epoch) -> bool:
+        """None: an epoch without changes can always be found again."""
+        return False
+
     def caught_up(self, frontier: Frontier) -> bool:
         """Never said: the folder tells, when it has no newer marker."""
         return False

@@ -3,7 +3,7 @@
 import json
 import random
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from decimal import Decimal
@@ -24,6 +24,8 @@ from tests.servers import wait_until
 # A busy machine is no reason to fail.
 PATIENCE_SECONDS = 120.0
 NAMESPACE = "shop"
+# A copy in tiny rounds must be faster than the table grows.
+PAUSE_SECONDS = 0.02
 
 Row = tuple[Any, ...]
 
@@ -166,8 +168,9 @@ class World:
         return lsn(str(self.sql("select pg_current_wal_insert_lsn()::text")[0][0]))
 
     def snapshots(self, table: str) -> list["Published"]:
-        """The snapshots of a table that publish an epoch, in order."""
-        found = self.lake.epochs(f"{NAMESPACE}.{table}")
+        """The snapshots of a table that publish changes or rows of a copy, in order."""
+        epochs = self.lake.epochs(f"{NAMESPACE}.{table}")
+        found = [each for each in epochs if "postgres.lsn" in each["summary"]]
         return [Published.of(snapshot) for snapshot in found]
 
     def slot_row(self, column: str) -> Any:
@@ -366,10 +369,10 @@ class Load:
         self.db.run("commit")
         self._note(before, self._at())
 
-    def until(self, stop: Callable[[], bool]) -> None:
+    def until(self, end: threading.Event) -> None:
         """Transactions until told to stop; for a thread."""
         try:
-            while not stop():
+            while not end.wait(PAUSE_SECONDS):
                 self.transact()
         except Exception as error:
             self.error = error
@@ -378,7 +381,7 @@ class Load:
     def running(self) -> Iterator[None]:
         """Load in a thread for as long as the block takes."""
         end = threading.Event()
-        thread = threading.Thread(target=self.until, args=(end.is_set,), daemon=True)
+        thread = threading.Thread(target=self.until, args=(end,), daemon=True)
         thread.start()
         try:
             yield

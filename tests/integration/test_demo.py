@@ -46,7 +46,8 @@ def test_demo_moves_the_shop_and_its_verdict_follows_the_data(spark: SparkSessio
                 "(SELECT order_id, line FROM items ORDER BY 1, 2 LIMIT 1)"
             )
             connection.rows(
-                "DELETE FROM baskets WHERE session = (SELECT session FROM baskets ORDER BY 1 LIMIT 1)"
+                "DELETE FROM baskets WHERE session = "
+                "(SELECT session FROM baskets ORDER BY 1 LIMIT 1)"
             )
             assert "1 only in the lake, with differences in exact_tax" in _text(
                 spark, connection, "items"

@@ -224,6 +224,12 @@ class StreamSource:
     def verify(self, durable: Frontier) -> None:
         return None
 
+    def give_up(self) -> None:
+        return None
+
+    def milestone(self, epoch: Epoch) -> bool:
+        return False
+
     def caught_up(self, frontier: Frontier) -> bool:
         return False
 

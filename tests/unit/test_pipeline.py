@@ -83,6 +83,12 @@ class LogSource:
     def verify(self, durable: Frontier) -> None:
         return None
 
+    def give_up(self) -> None:
+        return None
+
+    def milestone(self, epoch: Epoch) -> bool:
+        return False
+
     def caught_up(self, frontier: Frontier) -> bool:
         return False
 

@@ -228,13 +228,19 @@ class PostgresSource:
             return self._later_bounds(at, pending[0])
         return self._stream_bounds(at, self._target)
 
+    def milestone(self, epoch: Epoch) -> bool:
+        """Whether the last of the copies ends with this epoch: it shall never be made again."""
+        return self._copied(epoch.upper) and not self._copied(epoch.lower)
+
+    def _copied(self, frontier: Frontier) -> bool:
+        names = (_copy_name(table) for table in self._tables.values())
+        return all(frontier[name][1:2] == (_DONE,) for name in names)
+
     def caught_up(self, frontier: Frontier) -> bool:
         """Whether every table is copied and the stream has passed where it was at the start."""
         position = frontier[self._wal]
-        copied = all(
-            frontier[_copy_name(table)][1:2] == (_DONE,) for table in self._tables.values()
-        )
-        return copied and 0 < self._target <= (position[0] if position else 0)
+        passed = 0 < self._target <= (position[0] if position else 0)
+        return passed and self._copied(frontier)
 
     def verify(self, durable: Frontier) -> None:
         """Raise what would stop a run: checks of the server, and whether its history is there."""
@@ -243,6 +249,11 @@ class PostgresSource:
         self._refuse_other_server(durable)
         if durable[self._wal]:
             self._server.require_history(self._server.slot(), durable[self._wal][0])
+
+    def give_up(self) -> None:
+        """Let go of the snapshots: someone may wait for the locks that come with them."""
+        self._end_initial(complete=False)
+        self._end_later()
 
     def splits(self, epoch: Epoch) -> Sequence[Split]:
         """Ranges of pages for an epoch of a copy, shares of keys for one of the stream."""
@@ -269,7 +280,7 @@ class PostgresSource:
         """The part of the stream that an epoch covers; the first one begins where the slot does."""
         upper = epoch.upper[self._wal][0]
         lower = epoch.lower[self._wal]
-        return (lower[0] if lower else self._first), upper
+        return max(lower[0] if lower else 0, self._first), upper
 
     def learn(self, learned: Any) -> None:
         """Show how far the copy is."""
@@ -343,15 +354,27 @@ class PostgresSource:
         """Be ready to serve what follows `lower`; returns it with what the start decided."""
         self._refuse_other_server(lower)
         if self._reader is None and self._initial is None:
-            self._added_xid = self._server.publish(list(self._tables.values()))
+            added = self._server.publish(list(self._tables.values()))
+            self._added_xid = max(self._added_xid, added)
             published = self._server.published(list(self._tables.values()))
             self._tables = {table.name: table for table in published}
         at = self._known_tables(lower)
         if not at[self._wal]:
             self._first = self._begin()
-            at = at.join(Frontier({self._wal: (self._first,)}))
+        elif self._again and self._reader is None:
+            self._first = self._slot_position()
+        at = at.join(Frontier({self._wal: (self._first,)}))
         self._read_stream(at[self._wal][0])
         return at
+
+    def _slot_position(self) -> int:
+        """Where the slot stands, when a table that the lake has lost may have known it alone.
+
+        The slot moves only behind commits, and a table that an epoch concerns takes part in it. So
+        the tables that are left lack nothing, and the lost one is copied anew.
+        """
+        slot = self._server.slot()
+        return slot.confirmed if slot is not None and slot.wal_status != "lost" else 0
 
     def _refuse_other_server(self, lower: Frontier) -> None:
         others = [n for n in lower.positions if n.startswith("wal ") and n != self._wal]
@@ -371,8 +394,8 @@ class PostgresSource:
                 raise HistoryLost(
                     f"table {table} was dropped and created anew at the source",
                     detail="What the lake holds is the old table.",
-                    hint=f"Drop the Iceberg table of {table} and remove and add it in the "
-                    "configuration, or run a pipeline of another name for it.",
+                    hint=f"Run once without {table} in `tables`, then add it again: it is "
+                    "emptied and copied anew.",
                 )
 
     def _known_tables(self, lower: Frontier) -> Frontier:
@@ -498,7 +521,8 @@ class PostgresSource:
             raise HistoryLost(
                 f"table {table.name} was dropped and created anew at the source",
                 detail="The stream goes on with another table of the same name.",
-                hint="Drop the Iceberg table, and remove and add the table in the configuration.",
+                hint="Run once without it in `tables`, then add it again: it is emptied and "
+                "copied anew.",
             )
         types = self._server.types
         if any(kind not in types for _, kind, _ in columns):
@@ -621,6 +645,7 @@ class PostgresSource:
                 holder.close()
                 raise
             if settled and not seen:
+                self._refuse_keyless(table, holder)
                 break
             # A transaction that we have seen is not over for others, or one that began before the
             # table was published still runs: what it did to the table would be missed.
@@ -640,6 +665,19 @@ class PostgresSource:
             copy_number=position[0],
             taken_at=at[self._wal][0],
             ready_at=self._server.mark(),
+        )
+
+    def _refuse_keyless(self, table: PgTable, holder: Holder) -> None:
+        """Rows without a key cannot be told apart: those that the stream brought as well would be
+        there twice."""
+        if table.key or not holder.any_row(table.schema, table.relation):
+            return
+        holder.close()
+        raise NeedsOperator(
+            f"table {table.name} has no key and cannot be copied beside the stream",
+            detail="It was added later, or its first copy was cut short.",
+            hint="Give it a primary key or `identifier_columns`, or follow it by a pipeline of its "
+            "own, whose copy comes before the stream.",
         )
 
     def _later_end(self) -> Position:

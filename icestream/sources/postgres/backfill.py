@@ -27,13 +27,21 @@ from icestream.errors import SourceUnavailable
 from icestream.schema import SchemaGap, arrow_schema, gaps, schema_from_json
 from icestream.sources import SplitsLost
 from icestream.sources.postgres.changes import Relation, WalSplit, plain, relation_columns
-from icestream.sources.postgres.connection import Connection, Dsn, PostgresError, quoted
+from icestream.sources.postgres.connection import (
+    Connection,
+    Dsn,
+    LockTimeout,
+    PostgresError,
+    quoted,
+)
 from icestream.sources.postgres.decode import Tuples, copy_expression, decode, in_binary
 
 PAGE_BYTES = 8192
 # One worker's part of a round; what it writes is about one file of Iceberg's usual size.
 SPLIT_PAGES = 16_384
 SPLITS_PER_ROUND = 8
+# A command that waits for the holder's lock makes readers wait behind it: the holder must yield.
+LOCK_SECONDS = 10
 _XID_MASK = 0xFFFFFFFF
 _INVALID_SNAPSHOT = ("22023", "42704")
 
@@ -152,6 +160,11 @@ class Holder:
             self._connection.one("SELECT pg_snapshot_xmin(pg_current_snapshot())::text::bigint")
         )
 
+    def any_row(self, schema: str, name: str) -> bool:
+        """Whether a table has rows in the snapshot."""
+        query = f"SELECT EXISTS (SELECT FROM {quoted(schema, name)})"
+        return bool(self._connection.one(query))
+
     def alive(self) -> bool:
         """Whether the snapshot can still be read."""
         try:
@@ -234,11 +247,18 @@ class CopySplit:
                     "the snapshot of the copy is gone",
                     detail="PostgreSQL was restarted, or the session that held it was ended.",
                 ) from error
+            connection.rows(f"SET lock_timeout = '{LOCK_SECONDS}s'")
             for part in self.ranges:
                 source = quoted(part.leaf.schema, part.leaf.name)
                 extra = f" AND ({self.row_filter})" if self.row_filter else ""
                 query = f"SELECT {wanted} FROM ONLY {source} WHERE {part.condition()}{extra}"
-                yield from connection.copy(query, len(columns), texts)
+                try:
+                    yield from connection.copy(query, len(columns), texts)
+                except LockTimeout as error:
+                    raise SplitsLost(
+                        f"someone waits for a lock on table {self.table} that the copy holds",
+                        detail="The copy lets it go and continues with another snapshot.",
+                    ) from error
 
     def _touched_keys(
         self, kinds: Mapping[str, IcebergType], arrow: pa.Schema, key: Sequence[str]

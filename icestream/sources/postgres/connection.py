@@ -52,6 +52,7 @@ _INBOX_BYTES = 8 * 1024**2
 _MESSAGE_BYTES_MAX = 2**31
 _READY = b"Z\x00\x00\x00\x05"
 _PASSING_CODES = ("08", "53", "57", "58", "55006", "55P03", "40")
+_LOCK_TIMEOUT = "55P03"
 _REFUSED_CODES = ("28", "3D")
 
 
@@ -411,7 +412,9 @@ def server_error(fields: Mapping[str, str], message: str) -> IcestreamError:
     )
     hint = fields.get("H") or None
     kind: type[IcestreamError] = PostgresError
-    if code.startswith(_PASSING_CODES):
+    if code == _LOCK_TIMEOUT:
+        kind = LockTimeout
+    elif code.startswith(_PASSING_CODES):
         kind = SourceUnavailable
     elif code.startswith(_REFUSED_CODES):
         kind, hint = ConfigInvalid, hint or "Check user, password and database in the DSN."
@@ -421,6 +424,10 @@ def server_error(fields: Mapping[str, str], message: str) -> IcestreamError:
     if isinstance(error, PostgresError):
         error.code = code
     return error
+
+
+class LockTimeout(SourceUnavailable):
+    """A lock could not be had in the time that the session allows."""
 
 
 class PostgresError(NeedsOperator):

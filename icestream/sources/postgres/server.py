@@ -295,6 +295,20 @@ class Server:
                 hint=f"Run `CREATE PUBLICATION {quoted(name)} FOR TABLE {targets} "
                 "WITH (publish_via_partition_root = true)`.",
             )
+        everything, via_root = rows[0]
+        if not everything and any(table.key for table in tables):
+            raise ConfigInvalid(
+                f"publication {name} does not publish all changes",
+                detail="What it leaves out would be missing in the lake.",
+                hint=f"Run `ALTER PUBLICATION {quoted(name)} SET "
+                "(publish = 'insert, update, delete, truncate')`.",
+            )
+        if not via_root and any(leaf.oid != t.oid for t in tables for leaf in t.leaves):
+            raise ConfigInvalid(
+                f"publication {name} publishes partitions under their own names",
+                hint=f"Run `ALTER PUBLICATION {quoted(name)} SET "
+                "(publish_via_partition_root = true)`.",
+            )
         found = {(str(r[0]), str(r[1])) for r in connection.rows(_PUBLISHED, name=name)}
         for table in tables:
             if (table.schema, table.relation) not in found:
