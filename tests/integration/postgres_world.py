@@ -242,15 +242,15 @@ class Following:
         except Exception as error:
             self.error = error
 
-    def wait_copied(self, table: str) -> None:
-        """Return once a snapshot says that all copies are complete."""
+    def wait_copied(self) -> None:
+        """Return once a snapshot says that all copies are complete; no table may be empty."""
 
         def copied() -> bool:
             self.raise_error()
-            position = self._position(table)
-            return bool(position) and "to copy" not in position
+            tables: Any = self.pipeline.health.to_json()["tables"]
+            return any("to copy" not in str(each["position"]) for each in tables.values())
 
-        wait_until(copied, PATIENCE_SECONDS, f"the copy of {table}")
+        wait_until(copied, PATIENCE_SECONDS, "the copy of all tables")
 
     def wait_past(self, table: str, position: int) -> None:
         """Return once the table's last snapshot lies behind a position of the source."""

@@ -40,7 +40,7 @@ def test_copy_and_stream_under_load_equal_the_database_at_every_position(world: 
     load = loaded(world, 1, 1500)
     options = {"chunk_pages": 4, "cadence": SMALL_ROUNDS}
     with load.running(), world.following(BOTH, **options) as following:
-        following.wait_copied("public.item")
+        following.wait_copied()
         for _ in range(4):
             following.wait_past("public.item", load.noted[-1].after)
     world.run(BOTH, **options)
@@ -80,7 +80,7 @@ def test_copy_that_was_ended_in_the_middle_goes_on_without_loss_or_duplicate(
     before = len(world.snapshots("item")) + len(world.snapshots("part"))
     options = {"chunk_pages": 3, "cadence": {"epoch_bytes_max": 32 * 8192}}
     with load.running(), world.following(BOTH, **options) as following:
-        following.wait_copied("public.item")
+        following.wait_copied()
     world.run(BOTH, **options)
     world.assert_equal("item", ITEM)
     world.assert_equal("part", PART)
@@ -95,8 +95,8 @@ def change_behind_snapshots(load: Load, monkeypatch: pytest.MonkeyPatch) -> None
         mark = self._server.mark
 
         def after_changes() -> int:
-            load.db.run("delete from item where id = (select min(id) from item)")
-            load.db.run("update part set note = 'newer'")
+            load.db.run("delete from item where id % 7 = 0 or id = (select max(id) from item)")
+            load.db.run("update part set note = note || '+'")
             return mark()
 
         self._server.mark = after_changes
@@ -117,7 +117,8 @@ def test_later_rounds_leave_out_what_the_stream_has_changed_since(
     change_behind_snapshots(load, monkeypatch)
     world.run(BOTH)
     world.assert_equal("item", ITEM)
-    assert {row[2] for row in world.assert_equal("part", PART)} == {"newer"}
+    rows = world.assert_equal("part", PART)
+    assert all(row[2].endswith("++") for row in rows)
 
 
 def test_without_the_rule_of_touched_keys_later_rounds_undo_changes(
@@ -142,7 +143,7 @@ def test_table_added_later_is_copied_while_the_others_go_on(world: World):
     with load.running():
         world.run(["public.item"])
         with world.following(BOTH, chunk_pages=4, cadence=SMALL_ROUNDS) as following:
-            following.wait_copied("public.part")
+            following.wait_copied()
             following.wait_past("public.item", load.noted[-1].after)
     world.run(BOTH)
     world.assert_equal("item", ITEM)
@@ -362,11 +363,12 @@ def test_table_changes_its_shape_while_it_is_followed(world: World):
         "create table shape(id int primary key, n int, short varchar(5), going text)",
         "insert into shape values (1, 1, 'a', 'g')",
         "create table other(id int primary key)",
+        "insert into other values (0)",
     )
     tables = ["public.shape", "public.other"]
     columns = "id, n, short"
     with world.following(tables) as following:
-        following.wait_copied("public.shape")
+        following.wait_copied()
         insert = "insert into shape(id, n, short) values"
         world.change(following, tables[:1], f"{insert} (2, 2, 'b')")
         world.change(
