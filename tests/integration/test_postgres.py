@@ -9,7 +9,9 @@ import pytest
 from icestream import failpoints
 from icestream.failpoints import FailpointError
 from icestream.sources.postgres import PostgresSource
+from icestream.sources.postgres.framing import State
 from tests.integration.postgres_world import Load, Published, World, session
+from tests.servers import wait_until
 
 ITEM, PART = "id, amount, note", "code, number, note"
 BOTH = ["public.item", "public.part"]
@@ -279,6 +281,39 @@ def test_values_that_were_not_sent_of_rows_not_yet_copied(
     world.assert_equal("added", TOASTED)
     world.sql("update added set n = n + 5")
     world.run(["public.plain", "public.added"])
+    world.assert_equal("added", TOASTED)
+
+
+def test_values_that_were_not_sent_of_a_row_that_moved_on_before_its_copy(
+    world: World, monkeypatch: pytest.MonkeyPatch
+):
+    """P3 P7: its key changes behind the copy, and the lake has it under neither key."""
+    toasted(world, "added", "default")
+    world.sql("create table first(id int primary key)", "insert into first values (1)")
+    world.run(["public.first"])
+    pipeline = world.open(world.document(["public.first", "public.added"]))
+    begin, write, later = PostgresSource._begin_later, pipeline._write_epoch, []
+
+    def begin_and_change(self, at, table):  # type: ignore[no-untyped-def]
+        found = begin(self, at, table)
+        world.sql("update added set n = n + 100 where id <= 5")
+        found.ready_at = self._server.mark()
+        # All of it is one epoch, so that the round is the next one.
+        ends = [State.END_LSN, State.SENT_LSN]
+        state = self._reader._state
+        wait_until(lambda: max(state[ends]) >= found.ready_at, 60, "the mark in the stream")
+        return found
+
+    def write_and_change(splits, *rest):  # type: ignore[no-untyped-def]
+        if splits and not later:
+            later.append(world.sql("update added set id = id + 500 where id = 2"))
+        return write(splits, *rest)
+
+    monkeypatch.setattr(PostgresSource, "_begin_later", begin_and_change)
+    monkeypatch.setattr(pipeline, "_write_epoch", write_and_change)
+    pipeline.run(once=True)
+    assert later
+    world.run(["public.first", "public.added"])
     world.assert_equal("added", TOASTED)
 
 

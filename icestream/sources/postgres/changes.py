@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 from pyiceberg.types import IcebergType
 
 from icestream.change import AT, OP, SEQ, Op
-from icestream.errors import DataRejected, HistoryLost
+from icestream.errors import DataRejected
 from icestream.schema import Column, SchemaGap, arrow_schema, gaps, schema_from_json
 from icestream.sources import ValuesNeeded
 from icestream.sources.postgres.connection import Connection, Dsn, quoted, text_literal
@@ -102,7 +102,7 @@ class WalSplit:
     emptied_at: tuple[int, int] | None = None
     append_only: bool = False
     stored: bytes | None = None
-    copying: Origin | None = None
+    origin: Origin | None = None
     each_key_once: bool = False
 
     def read(self, schema_json: str, key: Sequence[str]) -> Iterator[pa.Table]:
@@ -158,21 +158,15 @@ class WalSplit:
     def fetched_rows(self, keys: pa.Table, columns: Sequence[str], arrow: pa.Schema) -> pa.Table:
         """Rows that the destination lacks, from the server as they are now.
 
-        Only a table that is still being copied may lack rows. What is newer than the change comes
-        again with the changes that follow, and a row that is gone is deleted by them.
+        A table lacks rows whose changes came before their copy. What is newer than the change comes
+        again with the changes that follow, and a row that is gone is deleted or moved by them.
         """
         relation = self.relations[max(self.relations)]
         names = [*keys.column_names, *columns]
         if keys.num_rows == 0:
             return pa.schema([arrow.field(name) for name in names]).empty_table()
-        if self.copying is None:
-            raise HistoryLost(
-                f"table {self.table} lacks rows whose unchanged values PostgreSQL did not send",
-                detail=f"{keys.num_rows} rows are not in the lake.",
-                hint="Someone removed them from the Iceberg table; restore them, or drop the "
-                "Iceberg table to have it copied anew.",
-            )
-        return _fetched(self.copying, relation, keys, columns, arrow)
+        assert self.origin is not None
+        return _fetched(self.origin, relation, keys, columns, arrow)
 
     def _moot(self, rows: "_Rows") -> bool:
         return len(rows.at) == 0
