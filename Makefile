@@ -5,6 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 BUDGET ?= 5
+KILLS ?= 10
 SEED ?=
 
 .PHONY: help setup lock check fix test test-unit test-servers test-faults sim bench docs demo servers clean
@@ -46,8 +47,9 @@ test-unit: setup ## unit and property tests, no server
 test-servers: setup ## tests on real servers; K=name picks some
 	$(PYTEST) -q tests/integration $(if $(K),-k $(K))
 
-test-faults: setup ## kill at random for BUDGET minutes; SEED= repeats a run
+test-faults: setup ## kill at random for BUDGET minutes, and PostgreSQL pipelines KILLS times
 	$(BIN)/python -m tests.faults.rounds --minutes $(BUDGET) $(if $(SEED),--seed $(SEED))
+	$(BIN)/python -m tests.faults.kills --kills $(KILLS) $(if $(SEED),--seed $(SEED))
 
 sim: setup ## simulate the commit protocol for BUDGET minutes; SEED= repeats a run
 	$(BIN)/python -m tests.property.simulation --minutes $(BUDGET) $(if $(SEED),--seed $(SEED))
