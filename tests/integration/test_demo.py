@@ -35,6 +35,8 @@ def test_demo_moves_the_shop_and_its_verdict_follows_the_data(spark: SparkSessio
     assert re.search(r"[1-9]\d* x a key changed, \d+ x a table truncated", done.stdout)
     assert re.search(r"http://127\.0\.0\.1:\d+/health", done.stderr)
     assert re.search(r"running +public\.orders +\w+/\w+ +\d+ +\d+", done.stderr)
+    # A session keeps a catalog's first settings, and other tests use this name as well.
+    spark = spark.newSession()
     with EmbeddedPostgres(folder / "postgres") as server:
         attach_catalog(spark, "icestream", catalogs(configuration(folder, server.dsn).pipelines)[0])
         with Connection(parse_dsn(server.dsn)) as connection:
