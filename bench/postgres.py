@@ -27,9 +27,9 @@ TABLE = """CREATE TABLE {name} (id bigint PRIMARY KEY, customer bigint, quantity
   price numeric(12, 2), weight double precision, status text, note text, city text, paid boolean,
   created_at timestamptz)"""
 FILL = """INSERT INTO {name} SELECT g, g * 7919 % 1000000, g % 100, (g % 100000) / 100.0, g / 8.0,
-  (ARRAY['new', 'paid', 'sent', 'done', 'returned'])[1 + g % 5], 'order note ' || g,
+  (ARRAY['new', 'paid', 'sent', 'done', 'returned'])[1 + (g % 5)::int], 'order note ' || g,
   'city-' || g % 300, g % 2 = 0, '2026-01-01'::timestamptz + g * interval '1 second'
-  FROM generate_series(1, {count}) g"""
+  FROM generate_series(1::bigint, {count}) g"""
 CHANGE = """DO $$ BEGIN FOR n IN 1..{transactions} LOOP
   INSERT INTO {name} SELECT {base} + n * 10 + g, n, g, 1.5, 2.5, 'new', 'order note', 'city', true,
     now() FROM generate_series(1, 3) g;

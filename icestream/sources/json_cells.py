@@ -12,22 +12,26 @@ leaves the buffer, whatever is in it. The buffer must not change while cells poi
 row and `"NaN"` in another, turns decimals into doubles and wants the types before it has seen
 the rows. Parsers that work row by row build Python objects: `json.loads` is more than
 ten times slower, and orjson, four times slower, turns decimals into doubles too.
-
-Kernels are compiled by numba at their first call and cached on disk, so only the first process
-that ever calls them waits.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, TypeVar, cast
+from typing import Any
 
-import numba
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-from llvmlite import ir
-from numba.extending import intrinsic
+
+from icestream.sources.compiled import (
+    WORD_BYTES,
+    Bytes,
+    kernel,
+    load_word,
+    part,
+    pointer,
+    store_word,
+)
 
 __all__ = ["Cells", "Kind", "MalformedJson", "elements", "lines", "members"]
 
@@ -37,12 +41,7 @@ DEPTH_MAX = 256
 WIDTH_MAX = 16_384
 # Arrow's offsets and the spans are 32 bits wide.
 BUFFER_BYTES_MAX = 2**31 - 1
-# Strings are scanned and copied this many bytes at a time.
-WORD_BYTES = 8
 
-Function = TypeVar("Function", bound=Callable[..., Any])
-Array = TypeVar("Array", bound=npt.NDArray[Any])
-Bytes = npt.NDArray[np.uint8]
 Positions = npt.NDArray[np.int32]
 # What the kernels see of cells: kinds, starts and ends.
 Spans = tuple[Bytes, Positions, Positions]
@@ -303,52 +302,7 @@ _ONES, _HIGHS, _SPACES, _QUOTES, _BACKSLASHES = (
 )
 
 
-def _kernel(function: Function) -> Function:
-    """Compile a function that Python calls, once per machine, to run without Python's lock."""
-    return cast(Function, numba.njit(cache=True, nogil=True)(function))
-
-
-def _part(function: Function) -> Function:
-    """Compile a function that only kernels call, into each of them."""
-    return cast(Function, numba.njit(forceinline=True)(function))
-
-
-def _typed_pointer(_: Any, array: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return context.make_array(signature.args[0])(context, builder, arguments[0]).data
-
-    # Numba annotates most of what it exports, but not this.
-    pointer = numba.types.CPointer(array.dtype)  # type: ignore[no-untyped-call]
-    return pointer(array), generate
-
-
-def _typed_load(_: Any, data: Any, position: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        place = builder.gep(arguments[0], [arguments[1]])
-        word = ir.IntType(8 * WORD_BYTES).as_pointer()
-        return builder.load(builder.bitcast(place, word), align=1)
-
-    return numba.types.uint64(data, position), generate
-
-
-def _typed_store(_: Any, data: Any, position: Any, word: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        place = builder.gep(arguments[0], [arguments[1]])
-        builder.store(arguments[2], builder.bitcast(place, arguments[2].type.as_pointer()), align=1)
-        return context.get_dummy_value()
-
-    return numba.types.void(data, position, word), generate
-
-
-# Kernels hand the bare pointer of an array to their parts. Arrays would be reference counted at
-# every call and searched for negative positions at every byte, four fifths of the time.
-_pointer = cast(Callable[[Array], Array], intrinsic(_typed_pointer))
-# Eight bytes from any position on, which indexing cannot express.
-_load_word = cast(Callable[[Bytes, int], np.uint64], intrinsic(_typed_load))
-_store_word = cast(Callable[[Bytes, int, np.uint64], None], intrinsic(_typed_store))
-
-
-@_kernel
+@kernel
 def _count_lines(data: Bytes) -> int:
     """How many lines there are, the last one whether it has a newline or not."""
     count = 1
@@ -357,7 +311,7 @@ def _count_lines(data: Bytes) -> int:
     return count
 
 
-@_part
+@part
 def _skip_spaces(data: Bytes, position: int, end: int) -> int:
     """The next byte that is not blank; a newline is none, because it ends the row."""
     while position < end:
@@ -368,12 +322,12 @@ def _skip_spaces(data: Bytes, position: int, end: int) -> int:
     return position
 
 
-@_kernel
+@kernel
 def _scan_lines(array: Bytes, cells: Spans, brackets: Bytes) -> tuple[int, int, int]:
     """Check all lines and note their cells; returns code, rows so far and position."""
     kinds, starts, ends = cells
-    data, end = _pointer(array), array.size
-    closers = _pointer(brackets)
+    data, end = pointer(array), array.size
+    closers = pointer(brackets)
     position = row = 0
     while True:
         position = _skip_spaces(data, position, end)
@@ -398,7 +352,7 @@ def _scan_lines(array: Bytes, cells: Spans, brackets: Bytes) -> tuple[int, int, 
         row += 1
 
 
-@_part
+@part
 def _check_value(data: Bytes, position: int, end: int, closers: Bytes) -> tuple[int, int]:
     """Check one value with all that is in it; returns the position after it, or of the fault.
 
@@ -442,7 +396,7 @@ def _check_value(data: Bytes, position: int, end: int, closers: Bytes) -> tuple[
         named = closers[depth - 1] == _CLOSE_BRACE
 
 
-@_part
+@part
 def _check_name(data: Bytes, position: int, end: int) -> tuple[int, int]:
     """Check a member name and its colon; returns the position of the value."""
     if position >= end or data[position] != _QUOTE:
@@ -456,7 +410,7 @@ def _check_name(data: Bytes, position: int, end: int) -> tuple[int, int]:
     return _skip_spaces(data, position + 1, end), _FINE
 
 
-@_part
+@part
 def _check_scalar(data: Bytes, position: int, end: int, kind: int) -> tuple[int, int]:
     if kind == _STRING_KIND:
         return _check_string(data, position + 1, end)
@@ -473,18 +427,18 @@ def _check_scalar(data: Bytes, position: int, end: int, kind: int) -> tuple[int,
     return position, _FINE
 
 
-@_part
+@part
 def _holds(word: np.uint64, mark: np.uint64) -> np.uint64:
     """Not zero if a byte of the word is the mark, which is given in all bytes."""
     difference = word ^ mark
     return (difference - _ONES) & ~difference & _HIGHS
 
 
-@_part
+@part
 def _skip_plain(data: Bytes, position: int, end: int) -> int:
     """Up to the first word with a byte in it where a string ends or needs a closer look."""
     while position + WORD_BYTES <= end:
-        word = _load_word(data, position)
+        word = load_word(data, position)
         controls = (word - _SPACES) & ~word & _HIGHS
         if controls | _holds(word, _QUOTES) | _holds(word, _BACKSLASHES):
             break
@@ -492,7 +446,7 @@ def _skip_plain(data: Bytes, position: int, end: int) -> int:
     return position
 
 
-@_part
+@part
 def _check_string(data: Bytes, position: int, end: int) -> tuple[int, int]:
     """Check the rest of a string whose opening quote has been read."""
     position = _skip_plain(data, position, end)
@@ -511,7 +465,7 @@ def _check_string(data: Bytes, position: int, end: int) -> tuple[int, int]:
     return position, _UNTERMINATED
 
 
-@_part
+@part
 def _check_escape(data: Bytes, position: int, end: int) -> tuple[int, int]:
     if position + 1 >= end or data[position + 1] == _NEWLINE:
         return position + 1, _UNTERMINATED
@@ -530,7 +484,7 @@ def _check_escape(data: Bytes, position: int, end: int) -> tuple[int, int]:
     return position + 12, _FINE
 
 
-@_part
+@part
 def _code_unit(data: Bytes, position: int, end: int) -> int:
     r"""The UTF-16 code unit of a \uXXXX escape, -1 if there is none here."""
     if position + 6 > end or data[position] != _BACKSLASH or data[position + 1] != _LOWER_U:
@@ -544,14 +498,14 @@ def _code_unit(data: Bytes, position: int, end: int) -> int:
     return unit
 
 
-@_part
+@part
 def _skip_digits(data: Bytes, position: int, end: int) -> int:
     while position < end and data[position] >= _ZERO and data[position] <= _NINE:
         position += 1
     return position
 
 
-@_part
+@part
 def _check_number(data: Bytes, position: int, end: int) -> tuple[int, int]:
     if data[position] == _MINUS:
         position += 1
@@ -578,7 +532,7 @@ def _check_number(data: Bytes, position: int, end: int) -> tuple[int, int]:
     return position, _FINE
 
 
-@_kernel
+@kernel
 def _cut(
     array: Bytes,
     cells: Spans,
@@ -594,7 +548,7 @@ def _cut(
     """
     kinds, starts, ends = cells
     part_kinds, part_starts, part_ends = parts
-    data, known, width = _pointer(array), _pointer(names), part_kinds.shape[0]
+    data, known, width = pointer(array), pointer(names), part_kinds.shape[0]
     count = 0
     for row in range(kinds.size):
         if kinds[row] != container:
@@ -622,7 +576,7 @@ def _cut(
     return _FINE, 0, 0, count
 
 
-@_part
+@part
 def _find_name(
     data: Bytes, position: int, end: int, known: tuple[npt.NDArray[np.int64], int, int]
 ) -> tuple[int, int]:
@@ -647,7 +601,7 @@ def _find_name(
     return column, _skip_spaces(data, position, end)
 
 
-@_part
+@part
 def _same(data: Bytes, one: int, other: int, size: int) -> bool:
     # Quotes included: no string is the beginning of another, so equal bytes are equal names.
     for place in range(size):
@@ -656,7 +610,7 @@ def _same(data: Bytes, one: int, other: int, size: int) -> bool:
     return True
 
 
-@_part
+@part
 def _skip_string(data: Bytes, position: int, end: int) -> int:
     """The position after a checked string whose opening quote has been read."""
     position = _skip_plain(data, position, end)
@@ -671,7 +625,7 @@ def _skip_string(data: Bytes, position: int, end: int) -> int:
     return end
 
 
-@_part
+@part
 def _skip_value(data: Bytes, position: int, end: int) -> int:
     """The position after a checked value inside a container that closes at `end`."""
     kind = _KIND_OF[data[position]]
@@ -695,7 +649,7 @@ def _skip_value(data: Bytes, position: int, end: int) -> int:
     return position
 
 
-@_kernel
+@kernel
 def _copy_texts(
     array: Bytes,
     cells: Spans,
@@ -705,7 +659,7 @@ def _copy_texts(
 ) -> int:
     """Write the cells' texts one after the other, and where each begins; returns the size."""
     kinds, starts, ends = cells
-    data, target = _pointer(array), _pointer(texts)
+    data, target = pointer(array), pointer(texts)
     # Up to here a whole word can be read.
     last = array.size - WORD_BYTES
     size = 0
@@ -720,7 +674,7 @@ def _copy_texts(
     return size
 
 
-@_part
+@part
 def _copy(data: Bytes, span: tuple[int, int, int], target: Bytes, size: int) -> int:
     """Write these bytes as they are; returns the target's new size.
 
@@ -729,7 +683,7 @@ def _copy(data: Bytes, span: tuple[int, int, int], target: Bytes, size: int) -> 
     """
     position, end, last = span
     while position < end and position <= last:
-        _store_word(target, size, _load_word(data, position))
+        store_word(target, size, load_word(data, position))
         position += WORD_BYTES
         size += WORD_BYTES
     while position < end:
@@ -739,16 +693,16 @@ def _copy(data: Bytes, span: tuple[int, int, int], target: Bytes, size: int) -> 
     return size - (position - end)
 
 
-@_part
+@part
 def _unescape(data: Bytes, span: tuple[int, int, int], target: Bytes, size: int) -> int:
     """Write the checked string between these positions; returns the target's new size."""
     position, end, last = span
     # As in `_copy`, up to the first word with an escape in it.
     while position < end and position <= last:
-        word = _load_word(data, position)
+        word = load_word(data, position)
         if _holds(word, _BACKSLASHES):
             break
-        _store_word(target, size, word)
+        store_word(target, size, word)
         position += WORD_BYTES
         size += WORD_BYTES
     if position >= end:
@@ -773,7 +727,7 @@ def _unescape(data: Bytes, span: tuple[int, int, int], target: Bytes, size: int)
     return size
 
 
-@_part
+@part
 def _encode(point: int, target: Bytes, size: int) -> int:
     """Write a code point as UTF-8; returns the target's new size."""
     if point < 0x80:

@@ -23,7 +23,6 @@ from icestream.sources import ValuesNeeded
 from icestream.sources.postgres.connection import Connection, Dsn, quoted, text_literal
 from icestream.sources.postgres.decode import (
     Codec,
-    Form,
     PgType,
     Tuples,
     copy_expression,
@@ -33,6 +32,7 @@ from icestream.sources.postgres.decode import (
     tuples_at,
 )
 from icestream.sources.postgres.framing import row_tuples
+from icestream.sources.postgres.kernels import Form
 
 # Above those of columns, of which a table has at most 1,600; Iceberg numbers them anew.
 _NESTED_IDS = 10_000

@@ -11,22 +11,17 @@ whatever is in it. The buffer must not change while tuples point into it.
 
 The text form is that of a session with DateStyle ISO, IntervalStyle postgres, TimeZone UTC,
 bytea_output hex, extra_float_digits 1 or more, and client_encoding UTF8.
-
-Kernels are compiled by numba at their first call and cached on disk, so only the first process
-that ever calls them waits.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import IntEnum, StrEnum
-from typing import Any, NoReturn, TypeVar, cast
+from enum import StrEnum
+from typing import Any, NoReturn
 
-import numba
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
-from numba.extending import intrinsic
 from pyiceberg.types import (
     BinaryType,
     BooleanType,
@@ -50,34 +45,42 @@ from pyiceberg.types import (
 
 from icestream.errors import DataRejected, SchemaRejected
 from icestream.schema import cast_text
-
-Function = TypeVar("Function", bound=Callable[..., Any])
-Array = TypeVar("Array", bound=npt.NDArray[Any])
-Bytes = npt.NDArray[np.uint8]
-Positions = npt.NDArray[np.int64]
-Lengths = npt.NDArray[np.int32]
-Words = npt.NDArray[np.uint64]
-# What the kernels see of one column: starts, lengths and forms.
-Places = tuple[Positions, Lengths, Bytes]
-
-DECIMAL_DIGITS_MAX = 38
-# Days from Iceberg's epoch, 1970-01-01, to PostgreSQL's, 2000-01-01.
-EPOCH_DAYS = 10_957
-DAY_MICROS = 86_400_000_000
-# PostgreSQL keeps these for infinity, and so does the table.
-DAYS_MIN, DAYS_MAX = -(2**31), 2**31 - 1
-MICROS_MIN, MICROS_MAX = -(2**63), 2**63 - 1
-UUID_BYTES, UUID_TEXT_BYTES = 16, 36
-WORD_BYTES = 8
-
-
-class Form(IntEnum):
-    """How a value was sent; `UNSENT` is a large value that an update did not touch."""
-
-    NULL = 0
-    TEXT = 1
-    BINARY = 2
-    UNSENT = 3
+from icestream.sources.compiled import WORD_BYTES, Bytes
+from icestream.sources.postgres.kernels import (
+    DAY_MICROS,
+    DAYS_MAX,
+    DAYS_MIN,
+    DECIMAL_DIGITS_MAX,
+    DECIMAL_LIMITS,
+    EPOCH_DAYS,
+    UUID_BYTES,
+    Form,
+    Lengths,
+    Places,
+    Positions,
+    copy_values,
+    count_elements,
+    count_messages,
+    count_written,
+    find_elements,
+    parse_dates,
+    parse_hex,
+    parse_integers,
+    parse_numerics,
+    parse_times,
+    parse_timestamps,
+    parse_uuids,
+    read_bools,
+    read_fixed,
+    read_numerics,
+    read_uuids,
+    shift_timestamps,
+    show_numerics,
+    size_numerics,
+    unescape_elements,
+    walk_copy,
+    walk_tuples,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -344,13 +347,13 @@ def copy_tuples(raw: Bytes, columns: int, texts: Collection[int] = ()) -> tuple[
     the columns that `copy_expression` selected by their text form.
     """
     content = _readable(raw)
-    messages, end = _count_messages(content)
+    messages, end = count_messages(content)
     if messages < 0:
         raise _damaged_copy()
     places = _new_places(columns, messages)
     form_of = np.full(columns, Form.BINARY, dtype=np.uint8)
     form_of[list(texts)] = Form.TEXT
-    rows = _walk_copy(content, end, form_of, places)
+    rows = walk_copy(content, end, form_of, places)
     if rows < 0:
         raise _damaged_copy()
     starts, lengths, forms = places
@@ -371,7 +374,7 @@ def tuples_at(content: Bytes, places: Positions, columns: int) -> Tuples:
     readable = _readable(content)
     starts, lengths, forms = found = _new_places(columns, len(places))
     wanted = np.ascontiguousarray(places, dtype=np.int64)
-    if not _walk_tuples(readable, wanted, found):
+    if not walk_tuples(readable, wanted, found):
         raise DataRejected(
             "a replication message does not hold the tuple that it should",
             detail=f"It is one of {len(places)} messages with {columns} columns.",
@@ -545,14 +548,14 @@ def _strings(cells: _Cells, kind: PgType, target: _Target, form: Form) -> pa.Arr
     """Large strings of PostgreSQL's text form, checked to be UTF-8."""
     if form == Form.BINARY and kind.codec == Codec.NUMERIC:
         sizes = np.empty(len(cells), dtype=np.int64)
-        faults = _size_numerics(cells.content, cells.places, form, sizes)
+        faults = size_numerics(cells.content, cells.places, form, sizes)
         target.judge(cells, kind, faults)
         offsets, buffer = _text_buffers(len(cells), int(sizes.sum()))
-        size = _show_numerics(cells.content, cells.places, form, offsets, buffer)
+        size = show_numerics(cells.content, cells.places, form, offsets, buffer)
     else:
         prefix = int(form == Form.BINARY and kind.codec == Codec.JSONB)
         offsets, buffer = _text_buffers(len(cells), cells.bytes_of(form))
-        size, damaged = _copy_values(cells.content, cells.places, (form, prefix), offsets, buffer)
+        size, damaged = copy_values(cells.content, cells.places, (form, prefix), offsets, buffer)
         target.judge(cells, kind, (damaged, 0))
     texts = _variable(pa.large_string(), (offsets, buffer[:size]), cells.forms == form)
     try:
@@ -590,9 +593,9 @@ def _lists(cells: _Cells, kind: PgType, target: _Target, form: Form) -> pa.Array
     counts = np.empty(len(cells), dtype=np.int64)
     delimiter = ord(kind.delimiter)
     if form == Form.BINARY:
-        faults = _count_elements(cells.content, cells.places, form, counts)
+        faults = count_elements(cells.content, cells.places, form, counts)
     else:
-        faults = _count_written(cells.content, cells.places, (form, delimiter), counts)
+        faults = count_written(cells.content, cells.places, (form, delimiter), counts)
     target.judge(cells, kind, faults)
     offsets = np.zeros(len(cells) + 1, dtype=np.int64)
     np.cumsum(counts, out=offsets[1:])
@@ -600,11 +603,11 @@ def _lists(cells: _Cells, kind: PgType, target: _Target, form: Form) -> pa.Array
     found = (places[0][0], places[1][0], places[2][0])
     if form == Form.BINARY:
         content = cells.content
-        damaged = _find_elements(content, cells.places, form, found)
+        damaged = find_elements(content, cells.places, form, found)
         target.judge(cells, kind, (damaged, 0))
     else:
         unescaped = np.empty(cells.bytes_of(form) + WORD_BYTES, dtype=np.uint8)
-        _unescape_elements(cells.content, cells.places, (form, delimiter), found, unescaped)
+        unescape_elements(cells.content, cells.places, (form, delimiter), found, unescaped)
         content = _readable(unescaped)
     starts, lengths, forms = found
     elements = _Cells(content=content, starts=starts, lengths=lengths, forms=forms)
@@ -624,11 +627,11 @@ def _integers(cells: _Cells, kind: PgType, target: _Target, form: Form) -> npt.N
     values = np.empty(len(cells), dtype=np.int64)
     if form == Form.BINARY:
         width = _INTEGER_BYTES[kind.codec]
-        damaged = _read_fixed(cells.content, cells.places, (form, width), values)
+        damaged = read_fixed(cells.content, cells.places, (form, width), values)
         if kind.codec == Codec.OID:
             values &= 0xFFFF_FFFF
     else:
-        damaged = _parse_integers(cells.content, cells.places, form, values)
+        damaged = parse_integers(cells.content, cells.places, form, values)
     target.judge(cells, kind, (damaged, 0))
     return values
 
@@ -654,7 +657,7 @@ def _floats(cells: _Cells, kind: PgType, target: _Target, form: Form) -> pa.Arra
     arrow_type = pa.from_numpy_dtype(numeric)
     if form == Form.BINARY:
         bits = np.empty(len(cells), dtype=np.int64 if width == 8 else np.int32)
-        damaged = _read_fixed(cells.content, cells.places, (form, width), bits)
+        damaged = read_fixed(cells.content, cells.places, (form, width), bits)
         target.judge(cells, kind, (damaged, 0))
         natural = _filled(bits.view(numeric), arrow_type, cells.forms == form)
     else:
@@ -676,9 +679,9 @@ def _floats(cells: _Cells, kind: PgType, target: _Target, form: Form) -> pa.Arra
 def _decimals(cells: _Cells, kind: PgType, target: _Target, form: Form) -> pa.Array:
     decimal = target.to if isinstance(target.to, DecimalType) else DecimalType(19, 0)
     words = np.empty((len(cells), 2), dtype=np.uint64)
-    kernel = _read_numerics if form == Form.BINARY else _parse_numerics
+    kernel = read_numerics if form == Form.BINARY else parse_numerics
     faults = kernel(
-        cells.content, cells.places, (form, decimal.scale), _LIMITS[decimal.precision], words
+        cells.content, cells.places, (form, decimal.scale), DECIMAL_LIMITS[decimal.precision], words
     )
     target.judge(cells, kind, faults)
     arrow_type = pa.decimal128(decimal.precision, decimal.scale)
@@ -691,7 +694,7 @@ def _decimals(cells: _Cells, kind: PgType, target: _Target, form: Form) -> pa.Ar
 
 def _bools(cells: _Cells, kind: PgType, target: _Target, form: Form) -> pa.Array:
     values = np.empty(len(cells), dtype=np.uint8)
-    damaged = _read_bools(cells.content, cells.places, form, values)
+    damaged = read_bools(cells.content, cells.places, form, values)
     target.judge(cells, kind, (damaged, 0))
     bits = np.packbits(values, bitorder="little")
     return _filled(bits, target.arrow_type, cells.forms == form)
@@ -699,7 +702,7 @@ def _bools(cells: _Cells, kind: PgType, target: _Target, form: Form) -> pa.Array
 
 def _uuids(cells: _Cells, kind: PgType, target: _Target, form: Form) -> pa.Array:
     values = np.empty((len(cells), UUID_BYTES), dtype=np.uint8)
-    kernel = _read_uuids if form == Form.BINARY else _parse_uuids
+    kernel = read_uuids if form == Form.BINARY else parse_uuids
     target.judge(cells, kind, (kernel(cells.content, cells.places, form, values), 0))
     storage = _filled(values, pa.binary(UUID_BYTES), cells.forms == form)
     if isinstance(target.arrow_type, pa.BaseExtensionType):
@@ -710,9 +713,9 @@ def _uuids(cells: _Cells, kind: PgType, target: _Target, form: Form) -> pa.Array
 def _binaries(cells: _Cells, kind: PgType, target: _Target, form: Form) -> pa.Array:
     offsets, buffer = _text_buffers(len(cells), cells.bytes_of(form))
     if form == Form.BINARY:
-        size, damaged = _copy_values(cells.content, cells.places, (form, 0), offsets, buffer)
+        size, damaged = copy_values(cells.content, cells.places, (form, 0), offsets, buffer)
     else:
-        size, damaged = _parse_hex(cells.content, cells.places, form, offsets, buffer)
+        size, damaged = parse_hex(cells.content, cells.places, form, offsets, buffer)
     target.judge(cells, kind, (damaged, 0))
     values = _variable(pa.large_binary(), (offsets, buffer[:size]), cells.forms == form)
     try:
@@ -724,12 +727,12 @@ def _binaries(cells: _Cells, kind: PgType, target: _Target, form: Form) -> pa.Ar
 def _dates(cells: _Cells, kind: PgType, target: _Target, form: Form) -> pa.Array:
     days = np.empty(len(cells), dtype=np.int32)
     if form == Form.BINARY:
-        damaged = _read_fixed(cells.content, cells.places, (form, 4), days)
+        damaged = read_fixed(cells.content, cells.places, (form, 4), days)
         finite = (days != DAYS_MIN) & (days != DAYS_MAX)
         # No date comes near the end of the range, so this cannot overflow.
         np.add(days, EPOCH_DAYS, out=days, where=finite)
     else:
-        damaged = _parse_dates(cells.content, cells.places, form, days)
+        damaged = parse_dates(cells.content, cells.places, form, days)
     target.judge(cells, kind, (damaged, 0))
     return _filled(days, target.arrow_type, cells.forms == form)
 
@@ -737,9 +740,9 @@ def _dates(cells: _Cells, kind: PgType, target: _Target, form: Form) -> pa.Array
 def _times(cells: _Cells, kind: PgType, target: _Target, form: Form) -> pa.Array:
     micros = np.empty(len(cells), dtype=np.int64)
     if form == Form.BINARY:
-        damaged = _read_fixed(cells.content, cells.places, (form, 8), micros)
+        damaged = read_fixed(cells.content, cells.places, (form, 8), micros)
     else:
-        damaged = _parse_times(cells.content, cells.places, form, micros)
+        damaged = parse_times(cells.content, cells.places, form, micros)
     unfit = int(np.count_nonzero((micros < 0) | (micros >= DAY_MICROS)))
     target.judge(cells, kind, (damaged, unfit))
     return _filled(micros, target.arrow_type, cells.forms == form)
@@ -748,10 +751,10 @@ def _times(cells: _Cells, kind: PgType, target: _Target, form: Form) -> pa.Array
 def _timestamps(cells: _Cells, kind: PgType, target: _Target, form: Form) -> pa.Array:
     micros = np.empty(len(cells), dtype=np.int64)
     if form == Form.BINARY:
-        damaged = _read_fixed(cells.content, cells.places, (form, 8), micros)
-        unfit = _shift_timestamps(micros)
+        damaged = read_fixed(cells.content, cells.places, (form, 8), micros)
+        unfit = shift_timestamps(micros)
     else:
-        damaged, unfit = _parse_timestamps(cells.content, cells.places, form, micros)
+        damaged, unfit = parse_timestamps(cells.content, cells.places, form, micros)
     target.judge(cells, kind, (damaged, unfit))
     zone = "UTC" if kind.codec == Codec.TIMESTAMPTZ else None
     values = _filled(micros, pa.timestamp("us", tz=zone), cells.forms == form)
@@ -777,999 +780,3 @@ _SCALARS: Mapping[Codec, Callable[[_Cells, PgType, _Target, Form], pa.Array]] = 
     Codec.TIMESTAMPTZ: _timestamps,
     Codec.BYTEA: _binaries,
 }
-
-
-# From here on: kernels. They answer with counts of damaged and of unfit values, because numba's
-# exceptions carry no facts, and write a zero where a value is not of the wanted form.
-_NULL, _TEXT, _BINARY, _UNSENT = (int(form) for form in Form)
-_COPY_DATA = ord("d")
-_SIGNATURE = np.frombuffer(b"PGCOPY\n\xff\r\n\0", dtype=np.uint8)
-_SIGNATURE_BYTES, _HEADER_BYTES = 11, 19
-_MARK_NULL, _MARK_UNSENT, _MARK_TEXT, _MARK_BINARY = (ord(mark) for mark in "nutb")
-_ZERO, _NINE, _MINUS, _PLUS, _POINT, _COLON, _SPACE = (ord(mark) for mark in "09-+.: ")
-_OPEN, _CLOSE, _BRACKET, _EQUALS, _QUOTE, _BACKSLASH = (ord(mark) for mark in '{}[="\\')
-_LOWER_I, _LOWER_T, _LOWER_F, _LOWER_X, _UPPER_B = (ord(mark) for mark in "itfxB")
-_UPPER_I, _UPPER_N = (ord(mark) for mark in "IN")
-_HEX = np.full(256, -1, dtype=np.int16)
-for _digit in "0123456789abcdefABCDEF":
-    _HEX[ord(_digit)] = int(_digit, 16)
-
-# A numeric is a header of four 16-bit numbers and digits to the base 10,000.
-_NUMERIC_HEADER_BYTES = 8
-_GROUP = 4
-_NEGATIVE, _NAN, _INFINITE, _MINUS_INFINITE = 0x4000, 0xC000, 0xD000, 0xF000
-_SPECIAL_TEXTS = np.frombuffer(b"NaN      Infinity -Infinity", dtype=np.uint8).reshape(3, 9)
-_SPECIAL_SIZES = np.array([3, 8, 9])
-_DISPLAY_SCALE_MASK = 0x3FFF
-
-# Arithmetic on unsigned words: numba makes a float of an unsigned and a signed number.
-_HALF, _MASK = np.uint64(32), np.uint64(0xFFFF_FFFF)
-_ONE, _NONE = np.uint64(1), np.uint64(0)
-_TEN = np.uint64(10)
-_POWERS = np.array([1, 10, 100, 1000, 10_000], dtype=np.uint64)
-# Ten times this, and a digit, still fit one word.
-_ROOMY = np.uint64(10**18)
-# A higher word would overflow when it is multiplied by that power of ten.
-_HIGHS_MAX = np.uint64(2**63 - 1) // _POWERS
-# For each precision the least number that has too many digits, high and low word.
-_LIMITS = np.array(
-    [divmod(10**digits, 2**64) for digits in range(DECIMAL_DIGITS_MAX + 1)], dtype=np.uint64
-)
-_LAST_DAY, _LAST_MICROS = divmod(MICROS_MAX, DAY_MICROS)
-# The least number of 64 bits without its last digit, which is 8.
-_NEAR_MIN = -(2**63 // 10)
-_MICROS_SHIFT = EPOCH_DAYS * DAY_MICROS
-_DAY_MICROS = DAY_MICROS
-# Any year that needs more digits is no date of PostgreSQL.
-_YEAR_DIGITS_MAX = 7
-
-
-def _kernel(function: Function) -> Function:
-    """Compile a function that Python calls, once per machine, to run without Python's lock."""
-    return cast(Function, numba.njit(cache=True, nogil=True)(function))
-
-
-def _part(function: Function) -> Function:
-    """Compile a function that only kernels call, into each of them."""
-    return cast(Function, numba.njit(forceinline=True)(function))
-
-
-def _typed_pointer(_: Any, array: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return context.make_array(signature.args[0])(context, builder, arguments[0]).data
-
-    # Numba annotates most of what it exports, but not this.
-    pointer = numba.types.CPointer(array.dtype)  # type: ignore[no-untyped-call]
-    return pointer(array), generate
-
-
-def _typed_load(number: Any, swapped: bool) -> Any:
-    """A load of this type from any position, in the order of the network if `swapped`."""
-    whole = numba.types.int64 if swapped else number
-
-    def typed(_: Any, data: Any, position: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            place = builder.gep(arguments[0], [arguments[1]])
-            narrow = context.get_value_type(number)
-            value = builder.load(builder.bitcast(place, narrow.as_pointer()), align=1)
-            if swapped:
-                value = builder.sext(builder.bswap(value), context.get_value_type(whole))
-            return value
-
-        return whole(data, position), generate
-
-    return typed
-
-
-def _typed_store(_: Any, data: Any, position: Any, word: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        place = builder.gep(arguments[0], [arguments[1]])
-        builder.store(arguments[2], builder.bitcast(place, arguments[2].type.as_pointer()), align=1)
-        return context.get_dummy_value()
-
-    return numba.types.void(data, position, word), generate
-
-
-# Kernels hand the bare pointer of an array to their parts. Arrays would be reference counted at
-# every call and searched for negative positions at every byte.
-_pointer = cast(Callable[[Array], Array], intrinsic(_typed_pointer))
-# Signed numbers from any position on, which indexing cannot express.
-_int16 = cast(Callable[[Bytes, int], int], intrinsic(_typed_load(numba.types.int16, True)))
-_int32 = cast(Callable[[Bytes, int], int], intrinsic(_typed_load(numba.types.int32, True)))
-_int64 = cast(Callable[[Bytes, int], int], intrinsic(_typed_load(numba.types.int64, True)))
-_load_word = cast(Callable[[Bytes, int], Any], intrinsic(_typed_load(numba.types.uint64, False)))
-_store_word = cast(Callable[[Bytes, int, Any], None], intrinsic(_typed_store))
-
-
-@_kernel
-def _count_messages(raw: Bytes) -> tuple[int, int]:
-    """How many whole CopyData messages come first and where they end; -1 if one is damaged."""
-    data = _pointer(raw)
-    position = count = 0
-    while position + 5 <= raw.size and data[position] == _COPY_DATA:
-        size = _int32(data, position + 1)
-        if size < 4:
-            return -1, position
-        if size > raw.size - position - 1:
-            break
-        position += 1 + size
-        count += 1
-    return count, position
-
-
-@_part
-def _skip_header(data: Bytes, at: int, stop: int) -> int:
-    """The position after the header of COPY, if it is here; no row has as many columns."""
-    if stop - at < _HEADER_BYTES:
-        return at
-    for place in range(_SIGNATURE_BYTES):
-        if data[at + place] != _SIGNATURE[place]:
-            return at
-    extension = _int32(data, at + _HEADER_BYTES - 4)
-    # Beyond the message if the length is damaged, which the caller finds out.
-    return at + _HEADER_BYTES + (extension if extension >= 0 else stop)
-
-
-@_kernel
-def _walk_copy(raw: Bytes, end: int, form_of: Bytes, places: Places) -> int:
-    """Note the values of all rows up to `end`; returns the number of rows, -1 if one is damaged."""
-    starts, lengths, forms = places
-    data, columns = _pointer(raw), form_of.size
-    position = row = 0
-    while position < end:
-        stop = position + 1 + _int32(data, position + 1)
-        at = _skip_header(data, position + 5, stop)
-        position = stop
-        if at == stop:
-            continue
-        if at + 2 > stop:
-            return -1
-        count = _int16(data, at)
-        at += 2
-        if count == -1 and at == stop:
-            continue
-        if count != columns:
-            return -1
-        for column in range(columns):
-            if at + 4 > stop:
-                return -1
-            size = _int32(data, at)
-            at += 4
-            if size < -1 or size > stop - at:
-                return -1
-            starts[column, row] = at
-            lengths[column, row] = max(size, 0)
-            forms[column, row] = _NULL if size < 0 else form_of[column]
-            at += max(size, 0)
-        if at != stop:
-            return -1
-        row += 1
-    return row
-
-
-@_kernel
-def _walk_tuples(content: Bytes, wanted: Positions, places: Places) -> bool:
-    """Note the values of the tuples at these places; returns whether none is damaged."""
-    starts, lengths, forms = places
-    data, end, columns = _pointer(content), content.size, starts.shape[0]
-    for row in range(wanted.size):
-        at, count = wanted[row], 0
-        if at != -1:
-            if at < 0 or at + 2 > end:
-                return False
-            count = _int16(data, at)
-            at += 2
-            if count < 0 or count > columns:
-                return False
-        for column in range(count):
-            if at >= end:
-                return False
-            mark = data[at]
-            at += 1
-            size = 0
-            form = _UNSENT if mark == _MARK_UNSENT else _NULL
-            if mark == _MARK_TEXT or mark == _MARK_BINARY:
-                form = _TEXT if mark == _MARK_TEXT else _BINARY
-                if at + 4 > end:
-                    return False
-                size = _int32(data, at)
-                at += 4
-                if size < 0 or size > end - at:
-                    return False
-            elif mark != _MARK_NULL and mark != _MARK_UNSENT:
-                return False
-            starts[column, row] = at
-            lengths[column, row] = size
-            forms[column, row] = form
-            at += size
-        for column in range(count, columns):
-            starts[column, row] = 0
-            lengths[column, row] = 0
-            forms[column, row] = _NULL
-    return True
-
-
-@_kernel
-def _read_fixed(
-    content: Bytes, places: Places, wanted: tuple[int, int], values: npt.NDArray[Any]
-) -> int:
-    """Signed numbers of `wanted[1]` bytes, 2, 4 or 8; returns how many have another size."""
-    starts, lengths, forms = places
-    form, width = wanted
-    data = _pointer(content)
-    damaged = 0
-    for row in range(forms.size):
-        if forms[row] != form:
-            values[row] = 0
-        elif lengths[row] != width:
-            damaged += 1
-        elif width == 8:
-            values[row] = _int64(data, starts[row])
-        elif width == 4:
-            values[row] = _int32(data, starts[row])
-        else:
-            values[row] = _int16(data, starts[row])
-    return damaged
-
-
-@_kernel
-def _shift_timestamps(micros: Positions) -> int:
-    """From PostgreSQL's epoch to Iceberg's, in place; returns how many leave the range."""
-    unfit = 0
-    for row in range(micros.size):
-        value = micros[row]
-        if value != MICROS_MIN and value != MICROS_MAX:
-            if value >= MICROS_MAX - _MICROS_SHIFT:
-                unfit += 1
-            else:
-                micros[row] = value + _MICROS_SHIFT
-    return unfit
-
-
-@_kernel
-def _read_bools(content: Bytes, places: Places, form: int, values: Bytes) -> int:
-    """One byte, or a word that begins with t or f; returns how many are neither."""
-    starts, lengths, forms = places
-    data = _pointer(content)
-    damaged = 0
-    for row in range(forms.size):
-        values[row] = 0
-        if forms[row] == form:
-            mark = data[starts[row]] if lengths[row] == 1 else 255
-            yes, no = (_LOWER_T, _LOWER_F) if form == _TEXT else (1, 0)
-            values[row] = mark == yes
-            damaged += mark != yes and mark != no
-    return damaged
-
-
-@_kernel
-def _read_uuids(content: Bytes, places: Places, form: int, values: Bytes) -> int:
-    """Sixteen bytes each; returns how many have another size."""
-    starts, lengths, forms = places
-    data, target = _pointer(content), _pointer(values)
-    damaged = 0
-    for row in range(forms.size):
-        if forms[row] == form and lengths[row] == UUID_BYTES:
-            for word in range(0, UUID_BYTES, WORD_BYTES):
-                _store_word(target, row * UUID_BYTES + word, _load_word(data, starts[row] + word))
-        else:
-            damaged += forms[row] == form
-            for word in range(0, UUID_BYTES, WORD_BYTES):
-                _store_word(target, row * UUID_BYTES + word, _NONE)
-    return damaged
-
-
-@_kernel
-def _parse_uuids(content: Bytes, places: Places, form: int, values: Bytes) -> int:
-    """Thirty-two digits with dashes between; returns how many are not."""
-    starts, lengths, forms = places
-    data = _pointer(content)
-    damaged = 0
-    for row in range(forms.size):
-        start, fine = starts[row], forms[row] == form and lengths[row] == UUID_TEXT_BYTES
-        damaged += forms[row] == form and not fine
-        at = 0
-        for place in range(UUID_BYTES):
-            values[row, place] = 0
-            if not fine:
-                continue
-            if at == 8 or at == 13 or at == 18 or at == 23:
-                at += 1
-            both = _HEX[data[start + at]] * 16 + _HEX[data[start + at + 1]]
-            if _HEX[data[start + at]] < 0 or _HEX[data[start + at + 1]] < 0:
-                damaged += 1
-                fine = False
-            else:
-                values[row, place] = both
-            at += 2
-    return damaged
-
-
-@_part
-def _copy(data: Bytes, span: tuple[int, int, int], target: Bytes, size: int) -> int:
-    """Write these bytes as they are; returns the target's new size.
-
-    Whole words, because most texts are one or two. What the last one holds too much is
-    overwritten by the next text, and the target has a word to spare for the last text. Words are
-    read up to the position `span[2]`.
-    """
-    position, end, last = span
-    while position < end and position <= last:
-        _store_word(target, size, _load_word(data, position))
-        position += WORD_BYTES
-        size += WORD_BYTES
-    while position < end:
-        target[size] = data[position]
-        position += 1
-        size += 1
-    return size - (position - end)
-
-
-@_kernel
-def _copy_values(
-    content: Bytes, places: Places, wanted: tuple[int, int], offsets: Positions, texts: Bytes
-) -> tuple[int, int]:
-    """Write values one after the other; returns their size and how many are damaged.
-
-    `wanted[1]` is the size of a prefix that is left out: the version that jsonb has, which is 1.
-    """
-    starts, lengths, forms = places
-    form, prefix = wanted
-    data, target = _pointer(content), _pointer(texts)
-    last = content.size - WORD_BYTES
-    size = damaged = 0
-    for row in range(forms.size):
-        offsets[row] = size
-        if forms[row] == form:
-            start, end = starts[row], starts[row] + lengths[row]
-            if prefix and (start == end or data[start] != 1):
-                damaged += 1
-            else:
-                size = _copy(data, (start + prefix, end, last), target, size)
-    offsets[forms.size] = size
-    return size, damaged
-
-
-@_kernel
-def _parse_hex(
-    content: Bytes, places: Places, form: int, offsets: Positions, values: Bytes
-) -> tuple[int, int]:
-    """Bytes written as \\x and digits; returns their size and how many values are damaged."""
-    starts, lengths, forms = places
-    data = _pointer(content)
-    size = damaged = 0
-    for row in range(forms.size):
-        offsets[row] = size
-        if forms[row] != form:
-            continue
-        start, length = starts[row], lengths[row]
-        if length < 2 or length % 2 or data[start] != _BACKSLASH or data[start + 1] != _LOWER_X:
-            damaged += 1
-            continue
-        wrong = False
-        for at in range(start + 2, start + length, 2):
-            high, low = _HEX[data[at]], _HEX[data[at + 1]]
-            wrong |= high < 0 or low < 0
-            values[size] = (high * 16 + low) & 255
-            size += 1
-        damaged += wrong
-    offsets[forms.size] = size
-    return size, damaged
-
-
-@_kernel
-def _parse_integers(content: Bytes, places: Places, form: int, values: Positions) -> int:
-    """Whole decimal numbers of 64 bits; returns how many are not."""
-    starts, lengths, forms = places
-    data = _pointer(content)
-    damaged = 0
-    for row in range(forms.size):
-        values[row] = 0
-        if forms[row] != form:
-            continue
-        at, end = starts[row], starts[row] + lengths[row]
-        negative = at < end and data[at] == _MINUS
-        at += negative
-        # Below zero there is one number more.
-        value, fine = 0, at < end and end - at <= 19
-        while at < end and fine:
-            digit = int(data[at]) - _ZERO
-            fine = 0 <= digit <= 9 and (value > _NEAR_MIN or (value == _NEAR_MIN and digit <= 8))
-            value = value * 10 - digit
-            at += 1
-        if not fine or (not negative and value == MICROS_MIN):
-            damaged += 1
-        else:
-            values[row] = value if negative else -value
-    return damaged
-
-
-@_part
-def _times_plus(high: Any, low: Any, factor: Any, more: Any) -> tuple[Any, Any]:
-    """Two words times a factor of at most 10,000, and some more."""
-    first = (low & _MASK) * factor + more
-    second = (low >> _HALF) * factor + (first >> _HALF)
-    return high * factor + (second >> _HALF), (second << _HALF) | (first & _MASK)
-
-
-@_part
-def _scaled(high: Any, low: Any, places: int) -> tuple[Any, Any, bool]:
-    """Two words times a power of ten, and whether they hold it."""
-    while places > 0 and (high | low) != _NONE:
-        step = min(places, _GROUP)
-        if high > _HIGHS_MAX[step]:
-            return high, low, False
-        high, low = _times_plus(high, low, _POWERS[step], _NONE)
-        places -= step
-    return high, low, True
-
-
-@_part
-def _put_decimal(
-    words: Words, row: int, value: tuple[Any, Any], negative: bool, limit: Words
-) -> bool:
-    """Write two words as a signed number, and say whether it has few enough digits."""
-    high, low = value
-    if high > limit[0] or (high == limit[0] and low >= limit[1]):
-        return False
-    if negative:
-        low = ~low + _ONE
-        high = ~high + (_ONE if low == _NONE else _NONE)
-    words[row, 0] = low
-    words[row, 1] = high
-    return True
-
-
-@_part
-def _numeric_size(data: Bytes, start: int, length: int) -> int:
-    """How many groups of digits a numeric has, -1 if it is damaged."""
-    if length < _NUMERIC_HEADER_BYTES:
-        return -1
-    groups = _int16(data, start)
-    if groups < 0 or length != _NUMERIC_HEADER_BYTES + 2 * groups:
-        return -1
-    sign = _int16(data, start + 4) & 0xFFFF
-    plain = sign == 0 or sign == _NEGATIVE
-    special = sign == _NAN or sign == _INFINITE or sign == _MINUS_INFINITE
-    if not plain and not special:
-        return -1
-    for group in range(groups):
-        digits = _int16(data, start + _NUMERIC_HEADER_BYTES + 2 * group)
-        if digits < 0 or digits > 9999:
-            return -1
-    return groups
-
-
-@_part
-def _numeric_value(data: Bytes, start: int, groups: int, scale: int) -> tuple[Any, Any, bool]:
-    """The digits up to the scale as two words, and whether there are no others."""
-    high = low = _NONE
-    # The power of ten of the group at hand, in units of the last digit that is kept.
-    power = _GROUP * _int16(data, start + 2) + scale
-    for group in range(groups):
-        digits = np.uint64(_int16(data, start + _NUMERIC_HEADER_BYTES + 2 * group))
-        kept = min(_GROUP, max(0, _GROUP + power))
-        if high > _HIGHS_MAX[kept]:
-            return high, low, False
-        if kept < _GROUP:
-            cut = _POWERS[_GROUP - kept]
-            if digits % cut != _NONE:
-                return high, low, False
-            digits //= cut
-        high, low = _times_plus(high, low, _POWERS[kept], digits)
-        power -= _GROUP
-    return _scaled(high, low, power + _GROUP)
-
-
-@_kernel
-def _read_numerics(
-    content: Bytes, places: Places, wanted: tuple[int, int], limit: Words, words: Words
-) -> tuple[int, int]:
-    """Numerics as decimals of the scale `wanted[1]`, below the limit."""
-    starts, lengths, forms = places
-    form, scale = wanted
-    data = _pointer(content)
-    damaged = unfit = 0
-    for row in range(forms.size):
-        words[row, 0] = words[row, 1] = 0
-        if forms[row] != form:
-            continue
-        start = starts[row]
-        groups = _numeric_size(data, start, lengths[row])
-        if groups < 0:
-            damaged += 1
-            continue
-        sign = _int16(data, start + 4) & 0xFFFF
-        if sign != 0 and sign != _NEGATIVE:
-            unfit += 1
-            continue
-        high, low, fits = _numeric_value(data, start, groups, scale)
-        if not fits or not _put_decimal(words, row, (high, low), sign == _NEGATIVE, limit):
-            unfit += 1
-    return damaged, unfit
-
-
-@_kernel
-def _parse_numerics(
-    content: Bytes, places: Places, wanted: tuple[int, int], limit: Words, words: Words
-) -> tuple[int, int]:
-    """Decimal numbers as decimals of the scale `wanted[1]`, below the limit."""
-    starts, lengths, forms = places
-    form, scale = wanted
-    data = _pointer(content)
-    damaged = unfit = 0
-    for row in range(forms.size):
-        words[row, 0] = words[row, 1] = 0
-        if forms[row] != form:
-            continue
-        at, end = starts[row], starts[row] + lengths[row]
-        negative = at < end and data[at] == _MINUS
-        at += negative
-        if at < end and (data[at] == _UPPER_N or data[at] == _UPPER_I):
-            unfit += 1
-            continue
-        high, low, missing, code = _decimal_value(data, at, end, scale)
-        if code == 0:
-            high, low, fits = _scaled(high, low, missing)
-            if not fits or not _put_decimal(words, row, (high, low), negative, limit):
-                unfit += 1
-        else:
-            damaged += code < 0
-            unfit += code > 0
-    return damaged, unfit
-
-
-@_part
-def _decimal_value(data: Bytes, at: int, end: int, scale: int) -> tuple[Any, Any, int, int]:
-    """The digits as two words, how many are missing to the scale, and a code.
-
-    The code is 0, or 1 if there are more digits than are kept, or -1 if it is no number.
-    """
-    high = low = _NONE
-    missing, fraction, code = scale, False, 0
-    if at >= end or data[end - 1] == _POINT:
-        return high, low, missing, -1
-    while at < end:
-        byte = data[at]
-        at += 1
-        if byte == _POINT and not fraction:
-            fraction = True
-            continue
-        if byte < _ZERO or byte > _NINE:
-            return high, low, missing, -1
-        digit = np.uint64(byte - _ZERO)
-        if fraction and missing == 0:
-            if digit != _NONE:
-                code = 1
-        elif high == _NONE and low < _ROOMY:
-            low = low * _TEN + digit
-            missing -= fraction
-        elif high > _HIGHS_MAX[1]:
-            code = 1
-        else:
-            high, low = _times_plus(high, low, _TEN, digit)
-            missing -= fraction
-    return high, low, missing, code
-
-
-@_kernel
-def _size_numerics(content: Bytes, places: Places, form: int, sizes: Positions) -> tuple[int, int]:
-    """At most how many bytes each numeric takes as text; returns how many are damaged."""
-    starts, lengths, forms = places
-    data = _pointer(content)
-    damaged = 0
-    for row in range(forms.size):
-        sizes[row] = 0
-        if forms[row] == form:
-            if _numeric_size(data, starts[row], lengths[row]) < 0:
-                damaged += 1
-                continue
-            weight = _int16(data, starts[row] + 2)
-            scale = _int16(data, starts[row] + 6) & _DISPLAY_SCALE_MASK
-            # A sign, the groups before the point, the point, the groups after it.
-            sizes[row] = 2 + _GROUP * max(weight + 1, 2) + scale + _GROUP
-    return damaged, 0
-
-
-@_kernel
-def _show_numerics(
-    content: Bytes, places: Places, form: int, offsets: Positions, texts: Bytes
-) -> int:
-    """Write numerics with all their digits, as PostgreSQL does; returns the size of all."""
-    starts, _, forms = places
-    data, target = _pointer(content), _pointer(texts)
-    size = 0
-    for row in range(forms.size):
-        offsets[row] = size
-        if forms[row] == form:
-            sign = _int16(data, starts[row] + 4) & 0xFFFF
-            if sign != 0 and sign != _NEGATIVE:
-                special = 0 if sign == _NAN else 1 if sign == _INFINITE else 2
-                for place in range(_SPECIAL_SIZES[special]):
-                    target[size] = _SPECIAL_TEXTS[special, place]
-                    size += 1
-            else:
-                if sign == _NEGATIVE:
-                    target[size] = _MINUS
-                    size += 1
-                size = _show_numeric(data, starts[row], target, size)
-    offsets[forms.size] = size
-    return size
-
-
-@_part
-def _show_numeric(data: Bytes, start: int, target: Bytes, size: int) -> int:
-    groups, weight = _int16(data, start), _int16(data, start + 2)
-    scale = _int16(data, start + 6) & _DISPLAY_SCALE_MASK
-    first = size
-    for group in range(weight + 1):
-        value = _group_at(data, start, groups, group)
-        size = _show_group(value, target, size)
-        if group == 0:
-            # The first group has no zeros in front, but one digit at least.
-            zeros = (value < 10) + (value < 100) + (value < 1000)
-            for place in range(zeros, _GROUP):
-                target[first + place - zeros] = target[first + place]
-            size -= zeros
-    if weight < 0:
-        target[size] = _ZERO
-        size += 1
-    if scale:
-        target[size] = _POINT
-        size += 1
-        stop = size + scale
-        group = weight + 1
-        while size < stop:
-            size = _show_group(_group_at(data, start, groups, group), target, size)
-            group += 1
-        size = stop
-    return size
-
-
-@_part
-def _group_at(data: Bytes, start: int, groups: int, group: int) -> int:
-    if group < 0 or group >= groups:
-        return 0
-    return _int16(data, start + _NUMERIC_HEADER_BYTES + 2 * group)
-
-
-@_part
-def _show_group(value: int, target: Bytes, size: int) -> int:
-    target[size] = _ZERO + value // 1000
-    target[size + 1] = _ZERO + value // 100 % 10
-    target[size + 2] = _ZERO + value // 10 % 10
-    target[size + 3] = _ZERO + value % 10
-    return size + _GROUP
-
-
-@_part
-def _two_digits(data: Bytes, at: int, end: int) -> int:
-    """The number that two digits make, or one so negative that no sum hides it."""
-    if at + 2 > end:
-        return -1_000_000
-    tens, ones = int(data[at]) - _ZERO, int(data[at + 1]) - _ZERO
-    return tens * 10 + ones if 0 <= tens <= 9 and 0 <= ones <= 9 else -1_000_000
-
-
-@_part
-def _parse_day(data: Bytes, at: int, end: int, before: bool) -> tuple[int, int]:
-    """The days since 1970 of a date before or after Christ, and the position after it or -1."""
-    year = digits = 0
-    while at < end and _ZERO <= data[at] <= _NINE:
-        year = year * 10 + (int(data[at]) - _ZERO)
-        digits += 1
-        at += 1
-        if digits > _YEAR_DIGITS_MAX:
-            return 0, -1
-    if digits < 4 or end - at < 6 or data[at] != _MINUS or data[at + 3] != _MINUS:
-        return 0, -1
-    month, day = _two_digits(data, at + 1, end), _two_digits(data, at + 4, end)
-    if month < 1 or month > 12 or day < 1 or day > 31:
-        return 0, -1
-    if before:
-        year = 1 - year
-    # Years that begin in March end with the leap day; 146,097 days make 400 years.
-    year -= month <= 2
-    era = year // 400
-    of_era = year - era * 400
-    of_year = (153 * (month + (9 if month <= 2 else -3)) + 2) // 5 + day - 1
-    days = era * 146_097 + of_era * 365 + of_era // 4 - of_era // 100 + of_year - 719_468
-    return days, at + 6
-
-
-@_part
-def _parse_clock(data: Bytes, at: int, end: int) -> tuple[int, int]:
-    """The microseconds of a time of day, and the position after it or -1."""
-    hours, minutes = _two_digits(data, at, end), _two_digits(data, at + 3, end)
-    seconds = _two_digits(data, at + 6, end)
-    if hours < 0 or minutes < 0 or seconds < 0 or hours > 24 or minutes > 59 or seconds > 60:
-        return 0, -1
-    if data[at + 2] != _COLON or data[at + 5] != _COLON:
-        return 0, -1
-    micros = ((hours * 60 + minutes) * 60 + seconds) * 1_000_000
-    at += 8
-    if at < end and data[at] == _POINT:
-        at += 1
-        weight = 100_000
-        while at < end and _ZERO <= data[at] <= _NINE:
-            if weight == 0:
-                return 0, -1
-            micros += (int(data[at]) - _ZERO) * weight
-            weight //= 10
-            at += 1
-    return micros, at
-
-
-@_part
-def _parse_zone(data: Bytes, at: int, end: int) -> tuple[int, int]:
-    """The microseconds east in +hh, +hh:mm or +hh:mm:ss, and the position after it or -1."""
-    if at >= end or (data[at] != _PLUS and data[at] != _MINUS):
-        return 0, at
-    negative = data[at] == _MINUS
-    total, unit, at = 0, 3600, at + 1
-    while unit > 0:
-        number = _two_digits(data, at, end)
-        if number < 0:
-            return 0, -1
-        total += number * unit
-        unit //= 60
-        at += 2
-        if at >= end or data[at] != _COLON:
-            break
-        at += 1
-    return (-total if negative else total) * 1_000_000, at
-
-
-@_part
-def _infinity(data: Bytes, at: int, end: int) -> int:
-    """1 for infinity, -1 for -infinity, else 0."""
-    if end - at == 8 and data[at] == _LOWER_I:
-        return 1
-    return -1 if end - at == 9 and data[at] == _MINUS and data[at + 1] == _LOWER_I else 0
-
-
-@_part
-def _end_of_moment(data: Bytes, at: int, end: int) -> int:
-    """Where the text ends without the era before Christ."""
-    return end - 3 if end - at > 3 and data[end - 2] == _UPPER_B else end
-
-
-@_kernel
-def _parse_dates(content: Bytes, places: Places, form: int, values: Lengths) -> int:
-    """ISO dates as days since 1970; returns how many are not."""
-    starts, lengths, forms = places
-    data = _pointer(content)
-    damaged = 0
-    for row in range(forms.size):
-        values[row] = 0
-        if forms[row] != form:
-            continue
-        at, end = starts[row], starts[row] + lengths[row]
-        endless = _infinity(data, at, end)
-        if endless:
-            values[row] = DAYS_MAX if endless > 0 else DAYS_MIN
-            continue
-        stop = _end_of_moment(data, at, end)
-        days, at = _parse_day(data, at, stop, stop != end)
-        values[row] = days
-        damaged += at != stop
-    return damaged
-
-
-@_kernel
-def _parse_times(content: Bytes, places: Places, form: int, values: Positions) -> int:
-    """Times of day in microseconds; returns how many are not."""
-    starts, lengths, forms = places
-    data = _pointer(content)
-    damaged = 0
-    for row in range(forms.size):
-        values[row] = 0
-        if forms[row] == form:
-            end = starts[row] + lengths[row]
-            values[row], at = _parse_clock(data, starts[row], end)
-            damaged += at != end
-    return damaged
-
-
-@_kernel
-def _parse_timestamps(
-    content: Bytes, places: Places, form: int, values: Positions
-) -> tuple[int, int]:
-    """ISO timestamps, with or without a zone, as microseconds since 1970."""
-    starts, lengths, forms = places
-    data = _pointer(content)
-    damaged = unfit = 0
-    for row in range(forms.size):
-        values[row] = 0
-        if forms[row] != form:
-            continue
-        at, end = starts[row], starts[row] + lengths[row]
-        endless = _infinity(data, at, end)
-        if endless:
-            values[row] = MICROS_MAX if endless > 0 else MICROS_MIN
-            continue
-        stop = _end_of_moment(data, at, end)
-        days, at = _parse_day(data, at, stop, stop != end)
-        if at < 0 or at >= stop or data[at] != _SPACE:
-            damaged += 1
-            continue
-        micros, at = _parse_clock(data, at + 1, stop)
-        if at >= 0:
-            shift, at = _parse_zone(data, at, stop)
-            micros -= shift
-        if at != stop:
-            damaged += 1
-        elif days > _LAST_DAY or (days == _LAST_DAY and micros >= _LAST_MICROS):
-            unfit += 1
-        else:
-            values[row] = days * _DAY_MICROS + micros
-    return damaged, unfit
-
-
-@_kernel
-def _count_elements(
-    content: Bytes, places: Places, form: int, counts: Positions
-) -> tuple[int, int]:
-    """How many elements each array has; those of several dimensions do not fit."""
-    starts, lengths, forms = places
-    data = _pointer(content)
-    damaged = unfit = 0
-    for row in range(forms.size):
-        counts[row] = 0
-        if forms[row] != form:
-            continue
-        start, length = starts[row], lengths[row]
-        dimensions = _int32(data, start) if length >= 12 else -1
-        if dimensions > 1:
-            unfit += 1
-        elif dimensions < 0 or length < 12 + 8 * dimensions:
-            damaged += 1
-        elif dimensions == 1:
-            count = _int32(data, start + 12)
-            # Each element has a length at least, so a damaged count takes no memory.
-            if count < 0 or 4 * count > length - 20:
-                damaged += 1
-            else:
-                counts[row] = count
-    return damaged, unfit
-
-
-@_kernel
-def _find_elements(content: Bytes, places: Places, form: int, elements: Places) -> int:
-    """Note the elements of all arrays; returns how many arrays are damaged."""
-    starts, lengths, forms = places
-    element_starts, element_lengths, element_forms = elements
-    data = _pointer(content)
-    damaged = element = 0
-    for row in range(forms.size):
-        if forms[row] != form or _int32(data, starts[row]) == 0:
-            continue
-        at, end = starts[row] + 20, starts[row] + lengths[row]
-        for _ in range(_int32(data, starts[row] + 12)):
-            size = _int32(data, at) if at + 4 <= end else -2
-            at += 4
-            if size < -1 or size > end - at:
-                return damaged + 1
-            element_starts[element] = at
-            element_lengths[element] = max(size, 0)
-            element_forms[element] = _BINARY if size >= 0 else _NULL
-            at += max(size, 0)
-            element += 1
-        damaged += at != end
-    return damaged
-
-
-@_part
-def _enter(data: Bytes, at: int, end: int) -> int:
-    """The position after the opening brace, behind lower bounds if there are any, or -1."""
-    if at < end and data[at] == _BRACKET:
-        while at < end and data[at] != _EQUALS:
-            at += 1
-        at += 1
-    if at >= end or data[at] != _OPEN or data[end - 1] != _CLOSE or end - at < 2:
-        return -1
-    return at + 1
-
-
-@_part
-def _skip_element(data: Bytes, at: int, end: int, delimiter: int) -> int:
-    """The position after an element, or -1; `end` is that of the closing brace."""
-    if at < end and data[at] == _QUOTE:
-        at += 1
-        while at < end and data[at] != _QUOTE:
-            at += 2 if data[at] == _BACKSLASH else 1
-        at += 1
-        return at if at <= end and (at == end or data[at] == delimiter) else -1
-    first = at
-    while at < end and data[at] != delimiter:
-        byte = data[at]
-        if byte == _QUOTE or byte == _BACKSLASH or byte == _OPEN or byte == _CLOSE:
-            return -1
-        at += 1
-    return at if at > first else -1
-
-
-@_kernel
-def _count_written(
-    content: Bytes, places: Places, wanted: tuple[int, int], counts: Positions
-) -> tuple[int, int]:
-    """How many elements each array has; those of several dimensions do not fit."""
-    starts, lengths, forms = places
-    form, delimiter = wanted
-    data = _pointer(content)
-    damaged = unfit = 0
-    for row in range(forms.size):
-        counts[row] = 0
-        if forms[row] != form:
-            continue
-        end = starts[row] + lengths[row]
-        at = _enter(data, starts[row], end)
-        end -= 1
-        if at < 0:
-            damaged += 1
-        elif at < end and data[at] == _OPEN:
-            unfit += 1
-        else:
-            count = 0
-            while at < end:
-                at = _skip_element(data, at, end, delimiter)
-                # A delimiter at the very end leaves one element too few.
-                if at < 0 or at == end - 1:
-                    at = -1
-                    break
-                at += 1
-                count += 1
-            damaged += at < 0
-            counts[row] = count
-    return damaged, unfit
-
-
-@_part
-def _is_null(data: Bytes, at: int, size: int) -> bool:
-    """Whether a word that is not quoted means null; or-ing 32 makes letters lower."""
-    return (
-        size == 4
-        and data[at] | 32 == 110
-        and data[at + 1] | 32 == 117
-        and data[at + 2] | 32 == 108
-        and data[at + 3] | 32 == 108
-    )
-
-
-@_kernel
-def _unescape_elements(
-    content: Bytes, places: Places, wanted: tuple[int, int], elements: Places, texts: Bytes
-) -> None:
-    """Write the elements of arrays that `_count_written` has checked one after the other."""
-    starts, lengths, forms = places
-    form, delimiter = wanted
-    element_starts, element_lengths, element_forms = elements
-    data, target = _pointer(content), _pointer(texts)
-    size = element = 0
-    for row in range(forms.size):
-        if forms[row] != form:
-            continue
-        end = starts[row] + lengths[row]
-        at = _enter(data, starts[row], end)
-        end -= 1
-        while at < end:
-            stop = _skip_element(data, at, end, delimiter)
-            element_starts[element] = size
-            element_forms[element] = _TEXT
-            if data[at] == _QUOTE:
-                at += 1
-                while at < stop - 1:
-                    at += data[at] == _BACKSLASH
-                    target[size] = data[at]
-                    size += 1
-                    at += 1
-            elif _is_null(data, at, stop - at):
-                element_forms[element] = _NULL
-            else:
-                while at < stop:
-                    target[size] = data[at]
-                    size += 1
-                    at += 1
-            element_lengths[element] = size - element_starts[element]
-            element += 1
-            at = stop + 1

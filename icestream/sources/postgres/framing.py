@@ -5,12 +5,20 @@ pgoutput's messages inside. Every length is checked against the message it lies 
 """
 
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
-from numba import njit
+import numpy.typing as npt
 
+from icestream.sources.compiled import Bytes, int32, int64, kernel, part, pointer
+
+Numbers = npt.NDArray[np.int64]
+# Python's numbers and numpy's are one to compiled code, but not to a type checker.
+Number = Any
 # Keys are dealt out to this many shares by their hash.
 SHARES = 16
+# Oids and transaction ids use all 32 bits.
+_UNSIGNED = 0xFFFF_FFFF
 
 
 class Stop(IntEnum):
@@ -23,31 +31,42 @@ class Stop(IntEnum):
     DAMAGED = 4
 
 
-class State:
-    """What the walk carries from call to call; names for the places of an array."""
+class State(IntEnum):
+    """What the walk carries from call to call: the places of an array.
 
-    COMMIT_LSN, ROWS, ROWS_WHOLE, END_LSN, SENT_LSN, REPLY, XID, INSIDE, TIME, BYTES = range(10)
-    # Transactions seen, and whether rows of the one that is open were written out already.
-    TRANSACTIONS, TORN = 10, 11
+    `COMMIT_LSN` and `XID` belong to the transaction that is open (`INSIDE`), `END_LSN` and `TIME`
+    to the last whole one; `ROWS_WHOLE` of the `ROWS` in the buffer belong to whole ones. `TORN`
+    says that rows of the open one were written out already.
+    """
+
+    COMMIT_LSN = 0
+    ROWS = 1
+    ROWS_WHOLE = 2
+    END_LSN = 3
+    SENT_LSN = 4
+    REPLY = 5
+    XID = 6
+    INSIDE = 7
+    TIME = 8
+    BYTES = 9
+    TRANSACTIONS = 10
+    TORN = 11
 
 
-@njit(cache=True, nogil=True)
-def _int32(raw, place):  # type: ignore[no-untyped-def]
-    return (
-        (np.int64(raw[place]) << 24)
-        | (np.int64(raw[place + 1]) << 16)
-        | (np.int64(raw[place + 2]) << 8)
-        | np.int64(raw[place + 3])
-    )
+# Compiled code knows numbers, not names.
+_COMMIT_LSN, _ROWS, _ROWS_WHOLE, _END_LSN, _SENT_LSN, _REPLY, *_others = map(int, State)
+_XID, _INSIDE, _TIME, _BYTES, _TRANSACTIONS, _TORN = _others
+_NEED_MORE, _MESSAGE, _FULL, _ENDED, _DAMAGED = map(int, Stop)
+# What is known of each table, by its place in the sorted oids: its number (-1: of no interest),
+# and where its key's columns begin in a list of them all.
+Tables = tuple[Numbers, Numbers, Numbers, Numbers]
+# Rows (table, kind, commit LSN, start, length, share of the key, share of the old key or -1),
+# their bytes, and the transactions seen.
+Buffer = tuple[npt.NDArray[np.int64], Bytes, Numbers]
 
 
-@njit(cache=True, nogil=True)
-def _int64(raw, place):  # type: ignore[no-untyped-def]
-    return (_int32(raw, place) << 32) | _int32(raw, place + 4)
-
-
-@njit(cache=True, nogil=True)
-def _tuple_end(raw, place, end):  # type: ignore[no-untyped-def]
+@part
+def _tuple_end(raw: Bytes, place: Number, end: int) -> Number:
     """Where the tuple that begins at `place` ends; -1 when it runs past the message."""
     if place + 2 > end:
         return -1
@@ -61,12 +80,15 @@ def _tuple_end(raw, place, end):  # type: ignore[no-untyped-def]
         if form == ord("t") or form == ord("b"):
             if place + 4 > end:
                 return -1
-            place += 4 + _int32(raw, place)
+            length = int32(pointer(raw), place)
+            if length < 0:
+                return -1
+            place += 4 + length
     return place if place <= end else -1
 
 
-@njit(cache=True, nogil=True)
-def _cell(raw, place, column):  # type: ignore[no-untyped-def]
+@part
+def _cell(raw: Bytes, place: int, column: int) -> tuple[Number, Number, Number]:
     """Form, start and length of one column of a tuple that is known to be whole."""
     columns = (np.int64(raw[place]) << 8) | np.int64(raw[place + 1])
     place += 2
@@ -76,35 +98,35 @@ def _cell(raw, place, column):  # type: ignore[no-untyped-def]
         form = raw[place]
         place += 1
         if form == ord("t") or form == ord("b"):
-            place += 4 + _int32(raw, place)
+            place += 4 + int32(pointer(raw), place)
     form = np.int64(raw[place])
     if form == ord("t") or form == ord("b"):
-        return form, np.int64(place + 5), _int32(raw, place + 1)
+        return form, np.int64(place + 5), int32(pointer(raw), place + 1)
     return form, np.int64(0), np.int64(0)
 
 
-@njit(cache=True, nogil=True)
-def _key_hash(raw, place, other, keys, first, last):  # type: ignore[no-untyped-def]
+@part
+def _key_hash(raw: Bytes, place: int, other: int, key: Numbers) -> Any:
     """A hash of the key's bytes; a value that was not sent is taken from the other tuple."""
     hashed = np.uint64(14695981039346656037)
-    for number in range(first, last):
-        form, start, length = _cell(raw, place, keys[number])
+    for column in key:
+        form, start, length = _cell(raw, place, column)
         if form == ord("u") and other >= 0:
-            form, start, length = _cell(raw, other, keys[number])
+            form, start, length = _cell(raw, other, column)
         for offset in range(length):
             hashed = (hashed ^ np.uint64(raw[start + offset])) * np.uint64(1099511628211)
         hashed = (hashed ^ np.uint64(length + 257)) * np.uint64(1099511628211)
     return hashed ^ (hashed >> np.uint64(29))
 
 
-@njit(cache=True, nogil=True)
-def _key_moved(raw, old, new, keys, first, last):  # type: ignore[no-untyped-def]
+@part
+def _key_moved(raw: Bytes, old: int, new: int, key: Numbers) -> bool:
     """Whether two tuples differ in their key."""
-    for number in range(first, last):
-        new_form, new_start, new_length = _cell(raw, new, keys[number])
+    for column in key:
+        new_form, new_start, new_length = _cell(raw, new, column)
         if new_form == ord("u"):
             continue
-        _, old_start, old_length = _cell(raw, old, keys[number])
+        _, old_start, old_length = _cell(raw, old, column)
         if old_length != new_length:
             return True
         for offset in range(new_length):
@@ -113,8 +135,8 @@ def _key_moved(raw, old, new, keys, first, last):  # type: ignore[no-untyped-def
     return False
 
 
-@njit(cache=True, nogil=True)
-def tuples_of(raw, place, end):  # type: ignore[no-untyped-def]
+@part
+def _tuples_of(raw: Bytes, place: int, end: int) -> tuple[Number, Number, bool]:
     """Where the old and the new tuple of a row message begin (-1: none), and whether it is whole.
 
     The message begins at `place` with its kind and the relation.
@@ -138,44 +160,47 @@ def tuples_of(raw, place, end):  # type: ignore[no-untyped-def]
     return old, new, _tuple_end(raw, new, end) == end
 
 
-@njit(cache=True, nogil=True)
-def _take_row(raw, at, end, state, tables, buffer):  # type: ignore[no-untyped-def]
-    """Take one row message into the buffer; returns why it could not be taken, 0 when it was."""
+@part
+def _take_row(
+    raw: Bytes, span: tuple[int, int], state: Numbers, tables: Tables, buffer: Buffer
+) -> int:
+    """Take one row message into the buffer; returns why it could not be taken."""
+    at, end = span
     relations, slots, key_edges, keys = tables
     rows, content, _ = buffer
-    oid = _int32(raw, at + 1)
+    oid = int32(pointer(raw), at + 1) & _UNSIGNED
     found = np.searchsorted(relations, oid)
     if found >= relations.size or relations[found] != oid:
-        return 1
+        return _MESSAGE
     slot = slots[found]
     if slot < 0:
-        return 0
-    row, used, length = state[1], state[9], end - at
+        return _NEED_MORE
+    row, used, length = state[_ROWS], state[_BYTES], end - at
     if row >= rows.shape[1] or used + length > content.size:
-        return 2
-    old, new, whole = tuples_of(raw, at, end)
+        return _FULL
+    old, new, whole = _tuples_of(raw, at, end)
     if not whole:
-        return 4
-    first, last = key_edges[found], key_edges[found + 1]
-    hashed = _key_hash(raw, new if new >= 0 else old, old, keys, first, last)
+        return _DAMAGED
+    key = keys[key_edges[found] : key_edges[found + 1]]
+    hashed = _key_hash(raw, new if new >= 0 else old, old, key)
     rows[0, row] = slot
     rows[1, row] = raw[at]
-    rows[2, row] = state[0]
+    rows[2, row] = state[_COMMIT_LSN]
     rows[3, row] = used
     rows[4, row] = length
     rows[5, row] = np.int64(hashed % np.uint64(SHARES))
     rows[6, row] = -1
-    if new >= 0 and old >= 0 and _key_moved(raw, old, new, keys, first, last):
-        moved = _key_hash(raw, old, -1, keys, first, last)
+    if new >= 0 and old >= 0 and _key_moved(raw, old, new, key):
+        moved = _key_hash(raw, old, -1, key)
         rows[6, row] = np.int64(moved % np.uint64(SHARES))
     content[used : used + length] = raw[at:end]
-    state[9] = used + length
-    state[1] = row + 1
-    return 0
+    state[_BYTES] = used + length
+    state[_ROWS] = row + 1
+    return _NEED_MORE
 
 
-@njit(cache=True, nogil=True)
-def walk(raw, state, tables, buffer):  # type: ignore[no-untyped-def]
+@kernel
+def walk(raw: Bytes, state: Numbers, tables: Tables, buffer: Buffer) -> tuple[int, int]:
     """Take whole messages from the front of `raw` into the buffer: rows, their bytes, and the
     transactions seen.
 
@@ -185,41 +210,44 @@ def walk(raw, state, tables, buffer):  # type: ignore[no-untyped-def]
     xids = buffer[2]
     while True:
         if place + 5 > raw.size:
-            return place, 0
+            return place, _NEED_MORE
         if raw[place] != ord("d"):
-            return place, 3
-        end = place + 1 + _int32(raw, place + 1)
+            return place, _ENDED
+        size = int32(pointer(raw), place + 1)
+        if size < 5:
+            return place, _DAMAGED
+        end = place + 1 + size
         if end > raw.size:
-            return place, 0
+            return place, _NEED_MORE
         body = place + 5
         at = body + 25
         kind = raw[at] if raw[body] == ord("w") else raw[body]
         if kind == ord("k"):
-            state[4] = max(state[4], _int64(raw, body + 1))
-            state[5] |= raw[body + 17]
+            state[_SENT_LSN] = max(state[_SENT_LSN], int64(pointer(raw), body + 1))
+            state[_REPLY] |= raw[body + 17]
         elif kind == ord("B"):
-            state[0] = _int64(raw, at + 1)
-            state[6] = _int32(raw, at + 17)
-            state[7] = 1
+            state[_COMMIT_LSN] = int64(pointer(raw), at + 1)
+            state[_XID] = int32(pointer(raw), at + 17) & _UNSIGNED
+            state[_INSIDE] = 1
         elif kind == ord("C"):
-            state[3] = _int64(raw, at + 10)
-            state[8] = _int64(raw, at + 18)
-            state[2] = state[1]
-            state[7] = 0
-            xids[state[10] % xids.size] = state[6]
-            state[10] += 1
-            state[11] = 0
+            state[_END_LSN] = int64(pointer(raw), at + 10)
+            state[_TIME] = int64(pointer(raw), at + 18)
+            state[_ROWS_WHOLE] = state[_ROWS]
+            state[_INSIDE] = 0
+            xids[state[_TRANSACTIONS] % xids.size] = state[_XID]
+            state[_TRANSACTIONS] += 1
+            state[_TORN] = 0
         elif kind == ord("I") or kind == ord("U") or kind == ord("D"):
-            refused = _take_row(raw, at, end, state, tables, buffer)
-            if refused:
+            refused = _take_row(raw, (at, end), state, tables, buffer)
+            if refused != _NEED_MORE:
                 return place, refused
         else:
-            return place, 1
+            return place, _MESSAGE
         place = end
 
 
-@njit(cache=True, nogil=True)
-def gather(content, starts, lengths, out):  # type: ignore[no-untyped-def]
+@kernel
+def gather(content: Bytes, starts: Numbers, lengths: Numbers, out: Bytes) -> None:
     """Copy pieces behind each other."""
     place = 0
     for number in range(starts.size):
@@ -228,13 +256,13 @@ def gather(content, starts, lengths, out):  # type: ignore[no-untyped-def]
         place += length
 
 
-@njit(cache=True, nogil=True)
-def row_tuples(content, starts, ends):  # type: ignore[no-untyped-def]
+@kernel
+def row_tuples(content: Bytes, starts: Numbers, ends: Numbers) -> tuple[Numbers, Numbers, int]:
     """The places of each message's old and new tuple, and of the first damaged message or -1."""
     old = np.empty(starts.size, dtype=np.int64)
     new = np.empty(starts.size, dtype=np.int64)
     for number in range(starts.size):
-        old[number], new[number], whole = tuples_of(content, starts[number], ends[number])
+        old[number], new[number], whole = _tuples_of(content, starts[number], ends[number])
         if not whole:
             return old, new, number
     return old, new, -1
