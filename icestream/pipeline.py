@@ -269,7 +269,7 @@ class Pipeline:
             if written.reports or written.emptied:
                 self._commit(epoch, splits, written)
             elif last:
-                self._sink.heartbeat(epoch, table)
+                self._sink.heartbeat(epoch, self._source.summary(epoch), table)
             lower = upper
 
     def _stream(self, once: bool) -> None:
@@ -369,13 +369,16 @@ class Pipeline:
         """Publish a frontier without changes when it is due; False when it stays in memory."""
         interval = self._cadence.heartbeat_interval or 0.0
         due = interval > 0 and time.monotonic() - self._durable_at >= interval
-        return (due or self._source.milestone(epoch)) and self._sink.heartbeat(epoch)
+        if not due and not self._source.milestone(epoch):
+            return False
+        return self._sink.heartbeat(epoch, self._source.summary(epoch))
 
     def _last_heartbeat(self, lower: Frontier) -> None:
         """Publish at the end of a single run what it found: the next may be long in coming."""
         if not self._cadence.heartbeat_interval or lower == self._durable:
             return
-        if self._sink.heartbeat(self._mint(self._durable, lower)):
+        epoch = self._mint(self._durable, lower)
+        if self._sink.heartbeat(epoch, self._source.summary(epoch)):
             self._durable = lower
             self._source.ack(lower)
 

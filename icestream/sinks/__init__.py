@@ -113,7 +113,7 @@ class Sink(Protocol):
         """
         ...
 
-    def heartbeat(self, epoch: Epoch, table: str | None = None) -> bool:
+    def heartbeat(self, epoch: Epoch, labels: Mapping[str, str], table: str | None = None) -> bool:
         """Make the frontier of an epoch without changes durable, in one table.
 
         False when there is no table yet that could remember it.

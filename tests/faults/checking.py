@@ -62,8 +62,15 @@ def references(lake: Lake, name: str) -> dict[str, int]:
 
 
 def published(lake: Lake, name: str) -> list[Row]:
-    """The snapshots of the branch that publish an epoch, in order."""
-    return [s for s in ancestry(lake, name) if "icestream.batch-id" in s["summary"]]
+    """The snapshots of the branch that publish an epoch's changes, in order."""
+    return [s for s in ancestry(lake, name) if _has_changes(s["summary"])]
+
+
+def _has_changes(summary: dict[str, str]) -> bool:
+    """Claims have no batch id; a frontier that is published without changes has no files."""
+    return "icestream.batch-id" in summary and any(
+        summary[f"icestream.{kind}-files"] != "0" for kind in ("data", "delete")
+    )
 
 
 def resolved(lake: Lake, name: str) -> list[str]:
@@ -89,7 +96,7 @@ def _assert_table(
         _must(not wanted, name, f"it does not exist and lacks {[hlc(at) for at in wanted]}")
         return
     history = ancestry(lake, name)
-    snapshots = [s for s in history if "icestream.batch-id" in s["summary"]]
+    snapshots = [s for s in history if _has_changes(s["summary"])]
     found = [s["summary"]["crdb.resolved_hlc"] for s in snapshots]
     counted = [at for at in found if at not in optional]
     _must(counted == [hlc(at) for at in wanted], name, f"it has snapshots of {found}")

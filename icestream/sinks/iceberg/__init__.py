@@ -351,13 +351,13 @@ class IcebergSink:
                 state.target = None
             raise
 
-    def heartbeat(self, epoch: Epoch, table: str | None = None) -> bool:
+    def heartbeat(self, epoch: Epoch, labels: Mapping[str, str], table: str | None = None) -> bool:
         """Publish the frontier of an epoch without changes, in the first table by default."""
         where = table or min(self._states, default=None)
         if where not in self._states:
             return False
         new = summaries.progress_of(epoch, self._pipeline, self._generation, 1)
-        nothing = Written(epoch=epoch, reports=[], skipped=0, writer=None, labels={})
+        nothing = Written(epoch=epoch, reports=[], skipped=0, writer=None, labels=labels)
         self._publish(where, self._commit(where, new, [], nothing))
         return True
 

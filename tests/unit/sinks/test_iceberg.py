@@ -457,12 +457,12 @@ def test_a_heartbeat_makes_a_frontier_durable_without_files():
     lake = Lake()
     owner = sink(lake)
     owner.claim([])
-    assert not owner.heartbeat(epoch(1, 0, 3))
+    assert not owner.heartbeat(epoch(1, 0, 3), {})
     commit(owner, epoch(1, 0, 5), "b", "a")
-    assert owner.heartbeat(epoch(2, 5, 9))
+    assert owner.heartbeat(epoch(2, 5, 9), {})
     assert remembered(lake, "a").upper == Frontier({"log": (9,)})
     assert remembered(lake, "b").upper == Frontier({"log": (5,)})
-    assert not owner.heartbeat(epoch(3, 9, 10), "unknown")
+    assert not owner.heartbeat(epoch(3, 9, 10), {}, "unknown")
 
 
 def rolled_back() -> Lake:
