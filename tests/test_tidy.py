@@ -35,7 +35,10 @@ LAYERS = (
 IMPORTERS_OF_SAMPLES = {"demo"}
 # Which modules may know a third party; every other one goes through them.
 CONFINED = {
-    "pyspark": {"spark", "worker", "config", "status", "demo"},
+    "pyspark": {
+        *("spark", "worker", "config", "status", "demo"),
+        *("sources.iceberg", "sources.iceberg.changelog"),
+    },
     "py4j": {"iceberg.catalog"},
     "prometheus_client": {"metrics", "status"},
     "numba": {"sources.compiled"},
@@ -46,7 +49,7 @@ CONFINED = {
     "tqdm": {"sources.postgres"},
 }
 # The gateway to the JVM is handed over in `config` and used below it.
-GATEWAY_MODULES = {"iceberg.catalog", "spark", "config"}
+GATEWAY_MODULES = {"iceberg.catalog", "iceberg.snapshots", "spark", "config"}
 BANNED_WORDS = {
     *("util", "helper", "common", "misc", "base", "manager", "handler", "processor", "core"),
     *("impl", "types"),

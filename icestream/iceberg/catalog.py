@@ -64,6 +64,7 @@ _CERTAIN = (
 # How Iceberg's library refuses metadata of another table under the same name.
 _UUID_DIFFERS = "UUID does not match"
 ANCESTORS_MAX = 100_000
+VERSION_WITHOUT_LINEAGE = 2
 # Each further try means that somebody else changed the table in between.
 EVOLUTIONS_MAX = 20
 _MANY_TABLES = "commitTransaction"
@@ -152,14 +153,14 @@ class Catalog:
         arguments = jvm.java.util.HashMap()
         for name, value in settings.items():
             arguments.put(name, value)
-        with _as_unavailable(f"could not open the catalog at {self.label}"):
+        with as_unavailable(f"could not open the catalog at {self.label}"):
             self._catalog = jvm.org.apache.iceberg.CatalogUtil.buildIcebergCatalog(
                 given.get("name", "icestream"), arguments, hadoop_configuration
             )
 
     def load(self, name: TableName) -> "Table | None":
         """The table, or None when there is none of that name."""
-        with _as_unavailable(f"could not load table {name}"):
+        with as_unavailable(f"could not load table {name}"):
             identifier = self._identifier(name)
             if not self._catalog.tableExists(identifier):
                 return None
@@ -168,7 +169,7 @@ class Catalog:
     def create(self, name: TableName, new: NewTable) -> "Table":
         """Create the table, and its namespace when needed; one made meanwhile is taken as it is."""
         jvm = self._jvm
-        with _as_unavailable(f"could not create table {name}"):
+        with as_unavailable(f"could not create table {name}"):
             self._create_namespace(name.namespace)
             schema = jvm.org.apache.iceberg.SchemaParser.fromJson(new.schema_json)
             builder = self._catalog.buildTable(self._identifier(name), schema)
@@ -189,7 +190,7 @@ class Catalog:
 
     def names(self, namespace: tuple[str, ...]) -> list[TableName]:
         """The tables of a namespace; none when the namespace does not exist."""
-        with _as_unavailable(f"could not list the tables of {'.'.join(namespace)}"):
+        with as_unavailable(f"could not list the tables of {'.'.join(namespace)}"):
             try:
                 found = self._catalog.listTables(self._namespace(namespace))
             except Py4JJavaError as error:
@@ -273,12 +274,22 @@ class Table:
         self._table = table
         self.name = name
 
+    @property
+    def jvm(self) -> Any:
+        """The gateway, for the modules of this package."""
+        return self._jvm
+
+    @property
+    def java(self) -> Any:
+        """Iceberg's own object, for the modules of this package."""
+        return self._table
+
     def head(self, pipeline: str, branch: str) -> Head:
         """Fresh metadata, and what the pipeline's newest snapshot in the branch's history says.
 
         Snapshots of others, compactions among them, are stepped over.
         """
-        with _as_unavailable(f"could not read the metadata of table {self.name}"):
+        with as_unavailable(f"could not read the metadata of table {self.name}"):
             metadata = self._fresh_metadata()
             snapshot = _latest(metadata, branch)
             newest, complete = self._newest_own(metadata, snapshot, pipeline)
@@ -336,7 +347,7 @@ class Table:
         if not failpoints.rule_on(failpoints.RULE_SWAP):
             base = self._table.operations().refresh()
         # Nothing is committed yet when the manifests cannot be written: that outcome is known.
-        with _as_unavailable(f"could not write the manifests of table {self.name}"):
+        with as_unavailable(f"could not write the manifests of table {self.name}"):
             snapshot = self._apply(branch, files, summary, emptied)
             parent = _latest(base, branch)
             if snapshot.parentId() != (parent.snapshotId() if parent else None):
@@ -363,7 +374,7 @@ class Table:
 
     def target(self, branch: str, equality_columns: Sequence[str]) -> WriteTarget:
         """What workers need to write files that this table can take as it is now."""
-        with _as_unavailable(f"could not prepare table {self.name}"):
+        with as_unavailable(f"could not prepare table {self.name}"):
             global_spec_id = self._global_spec_id()
             metadata = self._table.operations().current()
             iceberg = self._jvm.org.apache.iceberg
@@ -409,7 +420,7 @@ class Table:
         meanwhile is looked at again. Raises `SchemaRejected` when no safe change leads there.
         """
         for _ in range(EVOLUTIONS_MAX):
-            with _as_unavailable(f"could not change the schema of table {self.name}"):
+            with as_unavailable(f"could not change the schema of table {self.name}"):
                 self._table.refresh()
                 steps = self._steps(columns, key)
                 if not steps:
@@ -476,11 +487,11 @@ class Table:
         `staged_name`, so that no name can clash or need quotes; those that Spark knows no type for
         are not there.
         """
-        with _as_unavailable(f"could not plan a scan of table {self.name}"):
+        with as_unavailable(f"could not plan a scan of table {self.name}"):
             table = self._renamed(self._fresh_metadata())
             tasks = self._planned(table, branch, bounds)
             staged_id = str(uuid.uuid4())
-            cache = self._table_cache()
+            cache = self.table_cache()
             manager = self._jvm.org.apache.iceberg.spark.ScanTaskSetManager.get()
         if tasks.isEmpty():
             yield None
@@ -509,20 +520,52 @@ class Table:
             tasks.close()
         return found
 
+    def viewed(self, schema_id: int, without_lineage: bool = False) -> Any:
+        """A table for reading alone, with this one's columns called by their ids.
+
+        `without_lineage` makes one of a format version that knows no row ids; None when that
+        version does not know all the columns' types either.
+        """
+        iceberg = self._jvm.org.apache.iceberg
+        fields = self._renamed_fields(self._table.schemas().get(schema_id), optional=True)
+        metadata = self._table.operations().current()
+        version = VERSION_WITHOUT_LINEAGE if without_lineage else metadata.formatVersion()
+        try:
+            new = (
+                iceberg.TableMetadata.buildFromEmpty(version)
+                .assignUUID()
+                .setLocation(metadata.location())
+                .setCurrentSchema(iceberg.Schema(fields), metadata.lastColumnId())
+                .setDefaultPartitionSpec(iceberg.PartitionSpec.unpartitioned())
+                .setDefaultSortOrder(iceberg.SortOrder.unsorted())
+                .build()
+            )
+        except Exception as error:
+            if without_lineage and getattr(error, "_origin", None) is not None:
+                return None
+            raise
+        return iceberg.BaseTable(
+            iceberg.StaticTableOperations(new, self._table.io()), str(self.name)
+        )
+
     def _renamed(self, metadata: Any) -> Any:
         """The table with its columns called by their ids; never committed, only read."""
         iceberg = self._jvm.org.apache.iceberg
-        fields = self._jvm.java.util.ArrayList()
-        for column in metadata.schema().columns():
-            if self._known_to_spark(column):
-                copy = getattr(iceberg.types.Types.NestedField, "from")(column)
-                fields.add(copy.withName(staged_name(column.fieldId())).build())
-        schema = iceberg.Schema(fields)
+        schema = iceberg.Schema(self._renamed_fields(metadata.schema()))
         new = iceberg.TableMetadata.buildFrom(metadata).setCurrentSchema(
             schema, metadata.lastColumnId()
         )
         operations = iceberg.StaticTableOperations(new.build(), self._table.io())
         return iceberg.BaseTable(operations, str(self.name))
+
+    def _renamed_fields(self, schema: Any, optional: bool = False) -> Any:
+        fields = self._jvm.java.util.ArrayList()
+        for column in schema.columns():
+            if self._known_to_spark(column):
+                nested = self._jvm.org.apache.iceberg.types.Types.NestedField
+                copy = getattr(nested, "from")(column).withName(staged_name(column.fieldId()))
+                fields.add((copy.asOptional() if optional else copy).build())
+        return fields
 
     def _known_to_spark(self, column: Any) -> bool:
         try:
@@ -546,7 +589,7 @@ class Table:
             values.add(value)
         return getattr(expressions, "in")(name, values)
 
-    def _table_cache(self) -> Any:
+    def table_cache(self) -> Any:
         """Where Spark finds a staged table; the gateway cannot tell the two `get`s apart."""
         loader = self._jvm.java.lang.Thread.currentThread().getContextClassLoader()
         kind = loader.loadClass("org.apache.iceberg.spark.SparkTableCache")
@@ -854,7 +897,7 @@ def _as_py4j() -> Iterator[None]:
 
 
 @contextmanager
-def _as_unavailable(message: str) -> Iterator[None]:
+def as_unavailable(message: str) -> Iterator[None]:
     """Turn the library's exceptions into errors that say who may help."""
     try:
         with _as_py4j():

@@ -1,0 +1,576 @@
+"""What a table was and became: its snapshots in order, and the files that one of them changed.
+
+A `Step` between two snapshots names the files whose rows differ: gone, came, and touched by
+deletes. `Stage` lets Spark read any of them through Iceberg's own reader, which applies deletes and
+schema changes. It then also tells rows' ids where the table has them, or, if asked, their places and
+which of them are deleted (`FILE` and the names below it).
+
+Files are picked inside the JVM: a call through the gateway for each of many thousands would take
+longer than reading them.
+"""
+
+import json
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from icestream.errors import ConfigInvalid, HistoryLost, RolledBack
+from icestream.iceberg.catalog import ANCESTORS_MAX, Table, as_unavailable
+
+# Where a row lies and whether it is deleted: columns of rows that are staged with their marks.
+FILE = "_file"
+PLACE = "_pos"
+DELETED = "_deleted"
+# What identifies a row for life: a column of rows that are staged of a table with row lineage.
+ROW_ID = "_row_id"
+# Compactions and the like: files change, rows do not.
+_REPLACE = "replace"
+_LINEAGE_FROM_VERSION = 3
+_SEQUENCES_FROM_VERSION = 2
+_GUAVA = "org.apache.iceberg.relocated.com.google.common"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """One snapshot of a table; sequence numbers only rise, also after a rollback."""
+
+    id: int
+    parent_id: int | None
+    sequence_number: int
+    operation: str
+    time_ms: int
+    schema_id: int
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether only files changed, and no row."""
+        return self.operation == _REPLACE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EqualityDeletes:
+    """Added delete files that name the deleted rows by the values of these columns."""
+
+    field_ids: frozenset[int]
+    tasks: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """The files that differ between two snapshots, as scan tasks of Iceberg's library.
+
+    `gone` are read as they were, `came` as they are; `touched_before` and `touched_after` are the
+    same files, before and after deletes were added to them. `equality` are deletes that were not
+    looked for in any file, because their values say it all.
+    """
+
+    gone: Any
+    came: Any
+    touched_before: Any
+    touched_after: Any
+    equality: Sequence[EqualityDeletes]
+
+    def rewritten(self) -> "Step":
+        """The same step as if each touched file were gone and had come again."""
+        self.gone.addAll(self.touched_before)
+        self.came.addAll(self.touched_after)
+        none = self.touched_before.subList(0, 0)
+        return replace(self, touched_before=none, touched_after=none)
+
+
+class History:
+    """The snapshots of one table, and what lies between them."""
+
+    def __init__(self, table: Table):
+        self._table = table.java
+        self._jvm = table.jvm
+        self._picks = _Picks(table.jvm)
+        self._unavailable = f"could not read the history of table {table.name}"
+        self.name = str(table.name)
+        with as_unavailable(self._unavailable):
+            metadata = self._table.operations().current()
+            self.uuid = str(metadata.uuid())
+            self.format_version = int(metadata.formatVersion())
+        if self.format_version < _SEQUENCES_FROM_VERSION:
+            raise ConfigInvalid(
+                f"table {self.name} has format version {self.format_version}",
+                detail="Its snapshots bear no sequence numbers, so their order cannot be trusted.",
+                hint="Upgrade it: ALTER TABLE ... SET TBLPROPERTIES ('format-version' = '2').",
+            )
+
+    @property
+    def has_row_ids(self) -> bool:
+        """Whether every row keeps an id of its own for life."""
+        return self.format_version >= _LINEAGE_FROM_VERSION
+
+    def head(self, branch: str) -> Snapshot | None:
+        """The branch's newest snapshot, by fresh metadata; None when there is none."""
+        with as_unavailable(self._unavailable):
+            reference = self._metadata().ref(branch)
+            return self._snapshot(reference.snapshotId()) if reference else None
+
+    def snapshot(self, snapshot_id: int) -> Snapshot | None:
+        """The snapshot of this id; None when the table has none."""
+        with as_unavailable(self._unavailable):
+            return self._snapshot(snapshot_id)
+
+    def at(self, branch: str, sequence_number: int) -> Snapshot:
+        """The snapshot of the branch that bears a sequence number; raises as `since` does."""
+        newer = self._back_to(branch, sequence_number)
+        return newer[0]
+
+    def since(self, branch: str, sequence_number: int) -> list[Snapshot]:
+        """The snapshots of the branch after the one with this sequence number, oldest first.
+
+        Raises `HistoryLost` when that one was expired and `RolledBack` when the branch went back
+        behind it.
+        """
+        return self._back_to(branch, sequence_number)[1:]
+
+    def between(self, start: int | None, end: int) -> list[Snapshot]:
+        """The snapshots after `start` up to `end`, oldest first; None begins with the first.
+
+        Raises `ConfigInvalid` when `start` is not among the ancestors of `end`.
+        """
+        found: list[Snapshot] = []
+        with as_unavailable(self._unavailable):
+            for each in self._ancestors(end):
+                if each.id == start:
+                    return found[::-1]
+                found.append(each)
+        if start is not None or (found and found[-1].parent_id is not None):
+            raise ConfigInvalid(
+                f"the history of table {self.name} before snapshot {end} "
+                + (f"does not hold snapshot {start}" if start else "has been expired in part"),
+                hint="Choose snapshots from the table's history: SELECT * FROM <table>.history.",
+            )
+        return found[::-1]
+
+    def schema_json(self, snapshot: Snapshot) -> str:
+        """The schema that a snapshot was written with, as Iceberg prints it."""
+        with as_unavailable(self._unavailable):
+            return str(self._jvm.org.apache.iceberg.SchemaParser.toJson(self._schema(snapshot)))
+
+    def files(self, snapshot: Snapshot) -> "Files":
+        """All files of a snapshot, in an order that is the same whenever it is asked."""
+        with as_unavailable(self._unavailable):
+            tasks = self._picks.sorted(self._planned(snapshot.id))
+            return Files(tasks=tasks, sizes=self._picks.sizes(tasks))
+
+    def step(
+        self, older: Snapshot | None, path: Sequence[Snapshot], by_value: frozenset[int]
+    ) -> Step:
+        """What changed after `older` along a path of snapshots, whose last one is the newer state.
+
+        Equality deletes by exactly the columns `by_value` are not looked for in any file.
+        """
+        with as_unavailable(self._unavailable):
+            picks, newer = self._picks, path[-1]
+            came, gone = picks.nothing(), picks.nothing()
+            for each in path:
+                java = self._metadata_snapshot(each.id)
+                io = self._table.io()
+                came.addAll(picks.locations(java.addedDataFiles(io)))
+                gone.addAll(picks.locations(java.removedDataFiles(io)))
+            both = picks.copy(came)
+            both.retainAll(gone)
+            came.removeAll(both)
+            gone.removeAll(both)
+            equality, added, removed = self._deletes(path, by_value)
+            return self._step(older, newer, (gone, came), (added, removed), equality)
+
+    def _step(
+        self,
+        older: Snapshot | None,
+        newer: Snapshot,
+        files: tuple[Any, Any],
+        deletes: tuple[Any, Any],
+        equality: Sequence[EqualityDeletes],
+    ) -> Step:
+        picks, (gone, came), (added, removed) = self._picks, files, deletes
+        empty = picks.nothing()
+        # Without position deletes no file that came can have lost a row already.
+        after = (
+            self._planned(newer.id) if added.size() or not self._one_step(older, newer) else None
+        )
+        before = self._planned(older.id) if older and (gone.size() or added.size()) else None
+        touched = picks.copy(empty)
+        if after is not None:
+            touched.addAll(picks.task_locations(picks.with_deletes(after, added)))
+        if before is not None and removed.size():
+            touched.addAll(picks.task_locations(picks.with_deletes(before, removed)))
+        touched.removeAll(came)
+        touched.removeAll(gone)
+        came_tasks = (
+            picks.of(after, came) if after is not None else self._plain_tasks(newer.id, came)
+        )
+        return Step(
+            gone=picks.of(before, gone) if before is not None else picks.no_tasks(),
+            came=came_tasks,
+            touched_before=picks.of(before, touched) if before is not None else picks.no_tasks(),
+            touched_after=picks.of(after, touched) if after is not None else picks.no_tasks(),
+            equality=equality,
+        )
+
+    def _one_step(self, older: Snapshot | None, newer: Snapshot) -> bool:
+        return newer.parent_id == (older.id if older else None)
+
+    def _deletes(
+        self, path: Sequence[Snapshot], by_value: frozenset[int]
+    ) -> tuple[list[EqualityDeletes], Any, Any]:
+        """Equality deletes that say it all, and the places of other added and removed deletes."""
+        picks, io = self._picks, self._table.io()
+        added, removed, found = picks.nothing(), picks.nothing(), picks.no_tasks()
+        alone = len(path) == 1
+        for each in path:
+            java = self._metadata_snapshot(each.id)
+            removed.addAll(picks.locations(java.removedDeleteFiles(io)))
+            for file in java.addedDeleteFiles(io):
+                ids = file.equalityFieldIds()
+                if alone and ids is not None and frozenset(ids) == by_value:
+                    found.add(self._rows_of_deletes(file))
+                else:
+                    added.add(file.location())
+        equality = [EqualityDeletes(field_ids=by_value, tasks=found)] if found.size() else []
+        return equality, added, removed
+
+    def _rows_of_deletes(self, file: Any) -> Any:
+        """A task that reads a delete file's rows as if they were a table's."""
+        iceberg = self._jvm.org.apache.iceberg
+        spec = iceberg.PartitionSpec.unpartitioned()
+        builder = (
+            iceberg.DataFiles.builder(spec)
+            .withPath(file.location())
+            .withFormat(file.format())
+            .withRecordCount(file.recordCount())
+            .withFileSizeInBytes(file.fileSizeInBytes())
+        )
+        if file.keyMetadata() is not None:
+            builder = builder.withEncryptionKeyMetadata(file.keyMetadata())
+        return self._picks.task(self._table.schema(), spec, builder.build())
+
+    def _plain_tasks(self, snapshot_id: int, locations: Any) -> Any:
+        """Tasks for files that came with a snapshot and that no delete reaches."""
+        picks = self._picks
+        java = self._metadata_snapshot(snapshot_id)
+        tasks = picks.no_tasks()
+        files = picks.files_at(java.addedDataFiles(self._table.io()), locations)
+        for spec in self._table.specs().values():
+            tasks.addAll(picks.tasks(self._table.schema(), spec, files))
+        return tasks
+
+    def _planned(self, snapshot_id: int) -> Any:
+        found = self._picks.no_tasks()
+        tasks = self._table.newScan().useSnapshot(snapshot_id).planFiles()
+        try:
+            self._picks.add_all(found, tasks)
+        finally:
+            tasks.close()
+        return found
+
+    def _metadata(self) -> Any:
+        self._table.refresh()
+        return self._table.operations().current()
+
+    def _metadata_snapshot(self, snapshot_id: int) -> Any:
+        return self._table.operations().current().snapshot(snapshot_id)
+
+    def _snapshot(self, snapshot_id: int) -> Snapshot | None:
+        java = self._metadata_snapshot(snapshot_id)
+        if java is None:
+            return None
+        parent, schema = java.parentId(), java.schemaId()
+        return Snapshot(
+            id=int(java.snapshotId()),
+            parent_id=int(parent) if parent is not None else None,
+            sequence_number=int(java.sequenceNumber()),
+            operation=str(java.operation()),
+            time_ms=int(java.timestampMillis()),
+            schema_id=int(schema) if schema is not None else self._table.schema().schemaId(),
+        )
+
+    def _schema(self, snapshot: Snapshot) -> Any:
+        return self._table.schemas().get(snapshot.schema_id)
+
+    def _ancestors(self, snapshot_id: int) -> Iterator[Snapshot]:
+        """The snapshot and those before it, as far as they are kept."""
+        found = self._snapshot(snapshot_id)
+        for _ in range(ANCESTORS_MAX):
+            if found is None:
+                return
+            yield found
+            if found.parent_id is None:
+                return
+            found = self._snapshot(found.parent_id)
+
+    def _back_to(self, branch: str, sequence_number: int) -> list[Snapshot]:
+        """The branch's snapshots from the one with this sequence number on, oldest first."""
+        with as_unavailable(self._unavailable):
+            reference = self._metadata().ref(branch)
+            found: list[Snapshot] = []
+            for each in self._ancestors(reference.snapshotId()) if reference else ():
+                found.append(each)
+                if each.sequence_number <= sequence_number:
+                    break
+            if found and found[-1].sequence_number == sequence_number:
+                return found[::-1]
+            kept = {
+                int(each.sequenceNumber())
+                for each in self._table.operations().current().snapshots()
+            }
+        if sequence_number in kept or (found and found[-1].sequence_number < sequence_number):
+            raise RolledBack(
+                f"branch {branch} of table {self.name} was rolled back",
+                detail=f"What was read last, sequence number {sequence_number}, is no longer part "
+                "of its history.",
+                hint="Roll the branch forward again, or remove the pipeline's progress and what it "
+                "has written, so that the table is loaded anew.",
+            )
+        raise HistoryLost(
+            f"the history of table {self.name} has been expired",
+            detail=f"Changes after sequence number {sequence_number} can no longer be told.",
+            hint="Remove the pipeline's progress and what it has written, so that the table is "
+            "loaded anew, and keep snapshots longer than the pipeline may stand still.",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Files:
+    """The files of a snapshot in a fixed order, and their sizes in bytes."""
+
+    tasks: Any
+    sizes: Sequence[int]
+
+    def part(self, start: int, end: int) -> Any:
+        """The tasks of some of them."""
+        return self.tasks.subList(start, end)
+
+
+class Stage:
+    """Lets Spark read scan tasks, under one schema, until it is closed.
+
+    Columns are called by `staged_name`, so that no name can clash or need quotes; all may be null,
+    and those that Spark knows no type for are not there.
+    """
+
+    def __init__(self, table: Table, schema_id: int):
+        self._jvm = table.jvm
+        self._view = table.viewed(schema_id)
+        # Spark offers a row's place or its id, never both: places only of tables without lineage.
+        self._marked = table.viewed(schema_id, without_lineage=True)
+        self._manager = self._jvm.org.apache.iceberg.spark.ScanTaskSetManager.get()
+        self._cache = table.table_cache()
+        self._added: list[tuple[Any, str]] = []
+
+    @property
+    def has_marks(self) -> bool:
+        """Whether rows can be staged with their marks; a newer type of a column prevents it."""
+        return self._marked is not None
+
+    def add(self, tasks: Any, marked: bool = False) -> str:
+        """The name under which Spark finds the live rows of these tasks.
+
+        If `marked` it finds the deleted rows as well, and `FILE`, `PLACE` and `DELETED` of each.
+        """
+        name, view = str(uuid.uuid4()), self._marked if marked else self._view
+        self._cache.add(name, view)
+        self._manager.stageTasks(view, name, tasks)
+        self._added.append((view, name))
+        return name
+
+    def spark_schema(self) -> dict[str, Any]:
+        """The columns of staged rows as Spark knows them, as plain data."""
+        convert = self._jvm.org.apache.iceberg.spark.SparkSchemaUtil.convert
+        found: dict[str, Any] = json.loads(convert(self._view.schema()).json())
+        return found
+
+    def close(self) -> None:
+        """Nothing that was added can be read any more."""
+        for view, name in self._added:
+            self._manager.removeTasks(view, name)
+            self._cache.remove(name)
+        self._added = []
+
+
+class _Picks:
+    """Collections of files and scan tasks, and how some of them are picked."""
+
+    def __init__(self, jvm: Any):
+        self._jvm = jvm
+        self._handles = jvm.java.lang.invoke.MethodHandles
+        self._lookup = self._handles.publicLookup()
+        self._guava = jvm.org.apache.iceberg.relocated.com.google.common
+        content_file = self._class("org.apache.iceberg.ContentFile")
+        file_of = self._method("org.apache.iceberg.ContentScanTask", "file", content_file)
+        self._location_handle = self._method(
+            content_file, "location", self._class("java.lang.String")
+        )
+        self._size_handle = self._method(content_file, "fileSizeInBytes", self._primitive("Long"))
+        self._spec_handle = self._method(content_file, "specId", self._primitive("Integer"))
+        self._location = self._function(self._location_handle)
+        self._spec = self._function(self._spec_handle)
+        self._task_location = self._function(
+            self._handles.filterReturnValue(file_of, self._location_handle)
+        )
+        self._task_size = self._function(
+            self._handles.filterReturnValue(file_of, self._size_handle)
+        )
+
+    def nothing(self) -> Any:
+        """An empty set of places of files."""
+        return self._jvm.java.util.HashSet()
+
+    def copy(self, places: Any) -> Any:
+        """The same set once more."""
+        return self._jvm.java.util.HashSet(places)
+
+    def no_tasks(self) -> Any:
+        """An empty list of tasks."""
+        return self._jvm.java.util.ArrayList()
+
+    def add_all(self, target: Any, source: Any) -> None:
+        """Add all of an iterable to a collection."""
+        self._guava.collect.Iterables.addAll(target, source)
+
+    def locations(self, files: Any) -> Any:
+        """The places of files."""
+        found = self.nothing()
+        self.add_all(found, self._guava.collect.Iterables.transform(files, self._location))
+        return found
+
+    def task_locations(self, tasks: Any) -> Any:
+        """The places of the files that tasks read."""
+        found = self.nothing()
+        self.add_all(found, self._guava.collect.Iterables.transform(tasks, self._task_location))
+        return found
+
+    def of(self, tasks: Any, places: Any) -> Any:
+        """The tasks that read files at these places."""
+        return self._filtered(tasks, self._among(places, self._task_location))
+
+    def files_at(self, files: Any, places: Any) -> Any:
+        """The files at these places."""
+        return self._filtered(files, self._among(places, self._location))
+
+    def with_deletes(self, tasks: Any, places: Any) -> Any:
+        """The tasks whose file has a delete file at one of these places."""
+        java_list = self._class("java.util.List")
+        collection = self._class("java.util.Collection")
+        function = self._class(f"{_GUAVA}.base.Function")
+        boolean = self._primitive("Boolean")
+        deletes = self._method("org.apache.iceberg.FileScanTask", "deletes", java_list)
+        transform = self._static(
+            f"{_GUAVA}.collect.Lists", "transform", java_list, java_list, function
+        )
+        to_places = self._handles.insertArguments(
+            transform, 1, self._array("java.lang.Object", [self._location])
+        )
+        disjoint = self._static(
+            "java.util.Collections", "disjoint", boolean, collection, collection
+        ).bindTo(places)
+        disjoint = disjoint.asType(self._type(boolean, java_list))
+        both = self._handles.filterReturnValue(deletes, to_places)
+        untouched = self._proxy(
+            f"{_GUAVA}.base.Predicate", self._handles.filterReturnValue(both, disjoint)
+        )
+        return self._filtered(tasks, getattr(self._guava.base.Predicates, "not")(untouched))
+
+    def sorted(self, tasks: Any) -> Any:
+        """The tasks in the order of their files' places."""
+        order = self._jvm.java.util.Comparator.comparing(
+            self._proxy("java.util.function.Function", self._task_location_handle())
+        )
+        tasks.sort(order)
+        return tasks
+
+    def sizes(self, tasks: Any) -> list[int]:
+        """The sizes of the tasks' files in bytes."""
+        sizes = self._guava.collect.Iterables.transform(tasks, self._task_size)
+        text = str(self._guava.base.Joiner.on(",").join(sizes))
+        return [int(size) for size in text.split(",")] if text else []
+
+    def task(self, schema: Any, spec: Any, file: Any) -> Any:
+        """A task that reads one file, to which no deletes apply."""
+        return self._jvm.org.apache.iceberg.BaseFileScanTask(file, *self._rest(schema, spec))
+
+    def tasks(self, schema: Any, spec: Any, files: Any) -> Any:
+        """Tasks for those of the files that have this partition spec, without deletes."""
+        kinds = [
+            *("org.apache.iceberg.DataFile", "[Lorg.apache.iceberg.DeleteFile;"),
+            *("java.lang.String", "java.lang.String"),
+            "org.apache.iceberg.expressions.ResidualEvaluator",
+        ]
+        void = self._primitive("Void")
+        made = self._lookup.findConstructor(
+            self._class("org.apache.iceberg.BaseFileScanTask"),
+            self._type(void, *(self._class(kind) for kind in kinds)),
+        )
+        rest = self._array("java.lang.Object", self._rest(schema, spec))
+        make = self._function(self._handles.insertArguments(made, 1, rest))
+        same = self._guava.base.Predicates.compose(
+            self._guava.base.Predicates.equalTo(spec.specId()), self._spec
+        )
+        return self._list(
+            self._guava.collect.Iterables.transform(self._filtered(files, same), make)
+        )
+
+    def _rest(self, schema: Any, spec: Any) -> list[Any]:
+        iceberg = self._jvm.org.apache.iceberg
+        everything = iceberg.expressions.Expressions.alwaysTrue()
+        return [
+            self._array("org.apache.iceberg.DeleteFile", []),
+            iceberg.SchemaParser.toJson(schema),
+            iceberg.PartitionSpecParser.toJson(spec),
+            iceberg.expressions.ResidualEvaluator.unpartitioned(everything),
+        ]
+
+    def _task_location_handle(self) -> Any:
+        content_file = self._class("org.apache.iceberg.ContentFile")
+        file_of = self._method("org.apache.iceberg.ContentScanTask", "file", content_file)
+        return self._handles.filterReturnValue(file_of, self._location_handle)
+
+    def _among(self, places: Any, place_of: Any) -> Any:
+        predicates = self._guava.base.Predicates
+        return predicates.compose(getattr(predicates, "in")(places), place_of)
+
+    def _filtered(self, items: Any, predicate: Any) -> Any:
+        return self._list(self._guava.collect.Iterables.filter(items, predicate))
+
+    def _list(self, items: Any) -> Any:
+        found = self._jvm.java.util.ArrayList()
+        self.add_all(found, items)
+        return found
+
+    def _class(self, name: str) -> Any:
+        loader = self._jvm.java.lang.Thread.currentThread().getContextClassLoader()
+        return self._jvm.java.lang.Class.forName(name, True, loader)
+
+    def _primitive(self, name: str) -> Any:
+        return getattr(self._jvm.java.lang, name).TYPE
+
+    def _type(self, result: Any, *arguments: Any) -> Any:
+        listed = self._jvm.java.util.ArrayList()
+        for argument in arguments:
+            listed.add(argument)
+        return self._jvm.java.lang.invoke.MethodType.methodType(result, listed)
+
+    def _method(self, owner: Any, name: str, result: Any) -> Any:
+        kind = self._class(owner) if isinstance(owner, str) else owner
+        return self._lookup.findVirtual(kind, name, self._type(result))
+
+    def _static(self, owner: str, name: str, result: Any, *arguments: Any) -> Any:
+        return self._lookup.findStatic(self._class(owner), name, self._type(result, *arguments))
+
+    def _function(self, handle: Any) -> Any:
+        return self._proxy(f"{_GUAVA}.base.Function", handle)
+
+    def _proxy(self, interface: str, handle: Any) -> Any:
+        proxies = self._jvm.java.lang.invoke.MethodHandleProxies
+        return proxies.asInterfaceInstance(self._class(interface), handle)
+
+    def _array(self, kind: str, items: Sequence[Any]) -> Any:
+        array = self._jvm.java.lang.reflect.Array.newInstance(self._class(kind), len(items))
+        for number, item in enumerate(items):
+            array[number] = item
+        return array

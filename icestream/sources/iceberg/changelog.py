@@ -1,0 +1,338 @@
+"""Every change between two snapshots of an Iceberg table, exactly, whatever engine wrote it.
+
+    files gone, files with new deletes   ──►  rows before  (-)  ┐
+                                                                ├─►  by identity  ─►  what is left
+    files that came                      ──►  rows after   (+)  ┘
+
+Copy-on-write, position deletes, deletion vectors and equality deletes all become the same two sets
+of rows. What was merely carried over into another file is in both and cancels out. The identity of
+a row is its identifier columns, else its row id where the table has them (format version 3), else
+the whole row; equal rows are counted, not collapsed.
+
+`changelog` is the public call; the source and `icestream changes` use the same `Changelog`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import functions as F
+from pyspark.sql import types as T
+
+from icestream.errors import ConfigInvalid
+from icestream.iceberg.catalog import Table, staged_name
+from icestream.iceberg.snapshots import DELETED, FILE, PLACE, ROW_ID, History, Snapshot, Stage, Step
+from icestream.schema import schema_from_json
+
+OPERATION = "iceberg_operation"
+TABLE = "iceberg_table_name"
+SNAPSHOT = "iceberg_snapshot_id"
+DOCUMENT_ID = "document_id"
+ACTION = "bulk_action"
+ROW = "row"
+
+INSERT, DELETE = "INSERT", "DELETE"
+UPDATE_BEFORE, UPDATE_AFTER = "UPDATE_BEFORE", "UPDATE_AFTER"
+INDEX = "INDEX"
+
+_KEY, _SIGN, _HASH = "key", "sign", "hash"
+_LOW_BITS = 0xFFFF_FFFF
+# The hashes of changed identities are sent to every task while they are no more than this.
+_BROADCAST_MAX = 20_000_000
+
+
+def changelog(
+    spark: SparkSession,
+    table: Table,
+    start: int | None,
+    end: int,
+    identifier_columns: Sequence[str] = (),
+    net: bool = False,
+) -> DataFrame:
+    """The changes of a table after snapshot `start` up to snapshot `end`, one row each.
+
+    `start` may be None for the table's beginning. Snapshot by snapshot, each identity has at most
+    one change in each; with `net` only the difference between the two states. The columns are
+    `iceberg_operation` (INSERT, DELETE, UPDATE_AFTER), `iceberg_table_name`, `iceberg_snapshot_id`,
+    `document_id`, `bulk_action` (INDEX, DELETE) and `row`: the row after the change, or, of a
+    delete, as much of the row before it as is known, its identifier at the least.
+
+    The table's history must not be expired before the result has been used.
+    """
+    log = Changelog(spark, table, identifier_columns)
+    steps = log.history.between(start, end)
+    older = log.history.snapshot(start) if start is not None else None
+    frames = []
+    for path in [steps] if net and steps else [[step] for step in steps]:
+        if net or not path[-1].keeps_rows:
+            frames.append(log.changes(older, path, Stage(table, path[-1].schema_id)))
+        older = path[-1]
+    found = [frame for frame in frames if frame is not None]
+    if not found:
+        last = log.history.snapshot(end)
+        assert last is not None
+        return log.nothing(Stage(table, last.schema_id), last)
+    return reduce(lambda one, other: one.unionByName(other, allowMissingColumns=True), found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shape:
+    """The columns of staged rows that count, and those that identify a row, by staged names."""
+
+    columns: Sequence[tuple[str, str]]
+    key: Sequence[str]
+
+
+class Changelog:
+    """The changes of one table; `history` tells its snapshots."""
+
+    def __init__(self, spark: SparkSession, table: Table, identifier_columns: Sequence[str]):
+        self._spark = spark
+        self._table = table
+        self.history = History(table)
+        self._key_ids = _field_ids(table, identifier_columns)
+        self.identified = bool(self._key_ids) or self.history.has_row_ids
+
+    def changes(
+        self, older: Snapshot | None, path: Sequence[Snapshot], stage: Stage
+    ) -> DataFrame | None:
+        """What changed after `older` along a path of snapshots; None when no file did.
+
+        The result can be used until the stage is closed.
+        """
+        newer = path[-1]
+        step = self.history.step(older, path, frozenset(self._key_ids))
+        shape = self._shape(newer)
+        if (self.history.has_row_ids and not shape.key) or not stage.has_marks:
+            step = step.rewritten()
+        after = self._rows(stage, step.came, shape)
+        before = self._rows(stage, step.gone, shape)
+        dead, revived = self._touched(stage, step, shape)
+        by_value = [self._rows(stage, each.tasks, shape) for each in step.equality]
+        minus = _union([before, dead, *by_value])
+        plus = _union([after, revived])
+        if minus is None and plus is None:
+            return None
+        if minus is None and plus is not None and not shape.key:
+            return self._as_events(plus.withColumn(OPERATION, F.lit(INSERT)), newer)
+        rows = _union(
+            [
+                minus.withColumn(_SIGN, F.lit(-1)) if minus is not None else None,
+                plus.withColumn(_SIGN, F.lit(1)) if plus is not None else None,
+            ]
+        )
+        assert rows is not None
+        if before is not None:
+            rows = self._without_carried(rows)
+        found = _by_identity(rows) if self.identified else _by_row(rows)
+        return self._as_events(found, newer)
+
+    def load(self, tasks: Any, snapshot: Snapshot, stage: Stage) -> DataFrame | None:
+        """The rows of some files of a snapshot, as inserts."""
+        rows = self._rows(stage, tasks, self._shape(snapshot))
+        if rows is None:
+            return None
+        return self._as_events(rows.withColumn(OPERATION, F.lit(INSERT)), snapshot)
+
+    def nothing(self, stage: Stage, snapshot: Snapshot) -> DataFrame:
+        """No change at all, in the right columns."""
+        schema = T.StructType.fromJson(stage.spark_schema())
+        rows = self._prepared(self._spark.createDataFrame([], schema), self._shape(snapshot))
+        return self._as_events(rows.withColumn(OPERATION, F.lit(INSERT)), snapshot)
+
+    def _shape(self, snapshot: Snapshot) -> _Shape:
+        schema = schema_from_json(self.history.schema_json(snapshot))
+        columns = [(staged_name(field.field_id), field.name) for field in schema.fields]
+        return _Shape(columns=columns, key=[staged_name(number) for number in self._key_ids])
+
+    def _read(self, stage: Stage, tasks: Any, marked: bool = False) -> DataFrame | None:
+        if tasks.isEmpty():
+            return None
+        name = stage.add(tasks, marked)
+        return self._spark.read.format("iceberg").option("scan-task-set-id", name).load(name)
+
+    def _rows(self, stage: Stage, tasks: Any, shape: _Shape) -> DataFrame | None:
+        """The live rows of these files."""
+        found = self._read(stage, tasks)
+        return self._prepared(found, shape) if found is not None else None
+
+    def _touched(
+        self, stage: Stage, step: Step, shape: _Shape
+    ) -> tuple[DataFrame | None, DataFrame | None]:
+        """Rows that deletes have taken from files which stay, and rows that came back there."""
+        after = self._read(stage, step.touched_after, marked=True)
+        before = self._read(stage, step.touched_before, marked=True)
+        if after is None or before is None:
+            return None, None
+        columns = [*(place for place, _ in shape.columns if place in after.columns), FILE, PLACE]
+        dead_after = after.filter(DELETED).select(*columns)
+        dead_before = before.filter(DELETED).select(*columns)
+        died = dead_after.join(dead_before.select(FILE, PLACE), [FILE, PLACE], "left_anti")
+        came_back = dead_before.join(dead_after.select(FILE, PLACE), [FILE, PLACE], "left_anti")
+        return self._prepared(died, shape), self._prepared(came_back, shape)
+
+    def _prepared(self, staged: DataFrame, shape: _Shape) -> DataFrame:
+        """The row under the table's names, what identifies it, its id as text, and its hash."""
+        kinds = {field.name: field.dataType for field in staged.schema.fields}
+        there = [(place, name) for place, name in shape.columns if place in kinds]
+        comparable = F.struct(
+            *(_comparable(F.col(place), kinds[place]).alias(place) for place, _ in there)
+        )
+        row = F.struct(*(F.col(place).alias(name) for place, name in there))
+        if shape.key:
+            key = F.struct(*(F.col(place).alias(place) for place in shape.key))
+            document_id = _document_id([(F.col(place), kinds[place]) for place in shape.key])
+        elif self.history.has_row_ids:
+            # Files from before the table's upgrade may have no row ids.
+            key = F.struct(
+                F.col(ROW_ID).alias(ROW_ID),
+                F.when(F.col(ROW_ID).isNull(), comparable).alias(ROW),
+            )
+            document_id = F.col(ROW_ID).cast("string")
+        else:
+            key, document_id = comparable, F.lit(None).cast("string")
+        return staged.select(
+            key.alias(_KEY), row.alias(ROW), document_id.alias(DOCUMENT_ID), *_hashes(comparable)
+        )
+
+    def _without_carried(self, rows: DataFrame) -> DataFrame:
+        """Rows of those identities that have changed; far fewer than the rewritten files hold.
+
+        Only hashes are brought together. Two sets of rows that differ in 96 bits of hashes are
+        never taken for equal; where they agree by chance a change would be missed, once in 10^28.
+        """
+        keyed = rows.withColumn(_HASH, F.xxhash64(_KEY))
+        changed = _changed(keyed, _HASH).select(_HASH).localCheckpoint()
+        few = changed.count() <= _BROADCAST_MAX
+        return keyed.join(F.broadcast(changed) if few else changed, _HASH, "left_semi")
+
+    def _as_events(self, found: DataFrame, snapshot: Snapshot) -> DataFrame:
+        action = F.when(F.col(OPERATION) == DELETE, DELETE).otherwise(INDEX)
+        return found.select(
+            F.col(OPERATION),
+            F.lit(self.history.name).alias(TABLE),
+            F.lit(snapshot.id).alias(SNAPSHOT),
+            F.col(DOCUMENT_ID),
+            action.alias(ACTION),
+            F.col(ROW),
+        )
+
+
+def _by_identity(rows: DataFrame) -> DataFrame:
+    """One change for each identity whose rows differ before and after."""
+    # Several rows of one identity: which of them wins is arbitrary, but always the same.
+    after, before = (F.when(F.col(_SIGN) == sign, F.col("h1")) for sign in (1, -1))
+    found = _changed(
+        rows,
+        _KEY,
+        F.max_by(F.struct(ROW, DOCUMENT_ID), after).alias("after"),
+        F.max_by(F.struct(ROW, DOCUMENT_ID), before).alias("before"),
+    )
+    operation = (
+        F.when(F.col("after").isNull(), DELETE)
+        .when(F.col("before").isNull(), INSERT)
+        .otherwise(UPDATE_AFTER)
+    )
+    chosen = F.coalesce("after", "before")
+    return found.select(
+        operation.alias(OPERATION),
+        chosen.getField(ROW).alias(ROW),
+        chosen.getField(DOCUMENT_ID).alias(DOCUMENT_ID),
+    )
+
+
+def _by_row(rows: DataFrame) -> DataFrame:
+    """As many changes for each row as it is there more or less often than before."""
+    counted = rows.groupBy(_KEY).agg(
+        F.sum(_SIGN).alias("more"), F.first(ROW).alias(ROW), F.first(DOCUMENT_ID).alias(DOCUMENT_ID)
+    )
+    operation = F.when(F.col("more") > 0, INSERT).otherwise(DELETE)
+    copies = F.explode(F.array_repeat(operation, F.abs("more").cast("int")))
+    return counted.filter(F.col("more") != 0).select(copies.alias(OPERATION), ROW, DOCUMENT_ID)
+
+
+def _changed(rows: DataFrame, by: str, *others: Column) -> DataFrame:
+    """The groups whose rows before and after are not the same set, counted with their numbers."""
+    sums = {name: F.sum(F.col(name) * F.col(_SIGN)) for name in ("h1", "h2", "h3")}
+    sums["more"] = F.sum(_SIGN)
+    found = rows.groupBy(by).agg(*(each.alias(name) for name, each in sums.items()), *others)
+    differs = reduce(lambda one, other: one | other, (F.col(name) != 0 for name in sums))
+    return found.filter(differs)
+
+
+def _hashes(row: Column) -> list[Column]:
+    """Three hashes of 32 bits: sums of them over any number of rows do not overflow."""
+    whole, other = F.xxhash64(row), F.hash(row)
+    return [
+        F.shiftrightunsigned(whole, 32).alias("h1"),
+        whole.bitwiseAND(F.lit(_LOW_BITS)).alias("h2"),
+        other.cast("long").bitwiseAND(F.lit(_LOW_BITS)).alias("h3"),
+    ]
+
+
+def _comparable(value: Column, kind: T.DataType) -> Column:
+    """The value in a form that can be compared and hashed: maps and variants cannot."""
+    if not _has_map(kind):
+        return value
+    if isinstance(kind, T.MapType):
+        entries = F.transform(
+            F.map_entries(value),
+            lambda entry: F.struct(
+                entry.getField("key").alias("key"),
+                _comparable(entry.getField("value"), kind.valueType).alias("value"),
+            ),
+        )
+        return F.array_sort(entries)
+    if isinstance(kind, T.ArrayType):
+        return F.transform(value, lambda each: _comparable(each, kind.elementType))
+    if isinstance(kind, T.StructType):
+        inner = F.struct(
+            *(
+                _comparable(value.getField(field.name), field.dataType).alias(field.name)
+                for field in kind.fields
+            )
+        )
+        return F.when(value.isNotNull(), inner)
+    return F.to_json(value)
+
+
+def _has_map(kind: T.DataType) -> bool:
+    if isinstance(kind, T.ArrayType):
+        return _has_map(kind.elementType)
+    if isinstance(kind, T.StructType):
+        return any(_has_map(field.dataType) for field in kind.fields)
+    return isinstance(kind, T.MapType | T.VariantType)
+
+
+def _document_id(parts: Sequence[tuple[Column, T.DataType]]) -> Column:
+    """The identifier as text; several columns are joined so that no two keys become one text."""
+    texts = [
+        F.base64(value) if isinstance(kind, T.BinaryType) else value.cast("string")
+        for value, kind in parts
+    ]
+    if len(texts) == 1:
+        return texts[0]
+    escaped = [F.regexp_replace(text, r"([\\|])", r"\\$1") for text in texts]
+    separated = [part for each in escaped for part in (F.lit("|"), each)][1:]
+    return F.concat(*separated)
+
+
+def _union(frames: Sequence[DataFrame | None]) -> DataFrame | None:
+    there = [frame for frame in frames if frame is not None]
+    return reduce(DataFrame.unionByName, there) if there else None
+
+
+def _field_ids(table: Table, identifier_columns: Sequence[str]) -> list[int]:
+    """The ids of the identifier columns; names may change later, ids never do."""
+    schema = schema_from_json(table.schema_json())
+    by_name = {field.name: field.field_id for field in schema.fields}
+    unknown = [name for name in identifier_columns if name not in by_name]
+    if unknown:
+        raise ConfigInvalid(
+            f"table {table.name} has no column {unknown[0]}",
+            detail="It is named among the identifier columns.",
+            hint=f"Columns: {', '.join(by_name)}.",
+        )
+    return [by_name[name] for name in identifier_columns]
