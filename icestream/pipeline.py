@@ -23,7 +23,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from icestream import failpoints, metrics
 from icestream.epoch import Epoch, Progress, Resume, resume_point
@@ -40,15 +40,15 @@ from icestream.errors import (
 from icestream.frontier import Frontier
 from icestream.schema import SchemaGap
 from icestream.sinks import Committed, Sink, StaleWrite, Writer, Written
-from icestream.sources import Source, Split, SplitsLost, ValuesNeeded
+from icestream.sources import Part, Source, Split, SplitsLost, ValuesNeeded
 from icestream.worker import Outcome, describe
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-WriteEpoch = Callable[[Sequence[Split], Writer, bool, str], Outcome]
-"""Has splits read and written by workers; `icestream.worker.write_epoch` on a Spark session."""
+WriteEpoch = Callable[[Sequence[Any], Writer, bool, str], Outcome]
+"""Has parts of an epoch read and written by workers; see `icestream.worker`."""
 
 # Half a second doubling to thirty, ten times: some two minutes of trouble are bridged.
 RETRIES_MAX = 10
@@ -273,7 +273,7 @@ class Pipeline:
             lower = upper
 
     def _stream(self, once: bool) -> None:
-        in_flight: deque[tuple[Epoch, Sequence[Split], Future[Written]]] = deque()
+        in_flight: deque[tuple[Epoch, Sequence[Part], Future[Written]]] = deque()
         lower = self._durable
         with ThreadPoolExecutor(self._cadence.epochs_in_flight, "epoch") as pool:
             try:
@@ -306,7 +306,7 @@ class Pipeline:
                 for _, _, future in in_flight:
                     future.cancel()
 
-    def _give_up(self, in_flight: deque[tuple[Epoch, Sequence[Split], Future[Written]]]) -> None:
+    def _give_up(self, in_flight: deque[tuple[Epoch, Sequence[Part], Future[Written]]]) -> None:
         """Forget all epochs that are not committed; nobody has seen anything of them."""
         for _, _, future in in_flight:
             future.cancel()
@@ -345,7 +345,7 @@ class Pipeline:
         self._number += 1
         return Epoch(number=self._number, lower=lower, upper=upper)
 
-    def _settle(self, epoch: Epoch, splits: Sequence[Split], written: Written) -> None:
+    def _settle(self, epoch: Epoch, splits: Sequence[Part], written: Written) -> None:
         """Make an epoch that was written durable, and tell the source."""
         if written.reports or written.emptied:
             self._commit(epoch, splits, written)
@@ -385,7 +385,7 @@ class Pipeline:
     def _write(
         self,
         epoch: Epoch,
-        splits: Sequence[Split],
+        splits: Sequence[Part],
         skipped: int,
         replaying: bool = False,
         others: Collection[str] = (),
@@ -428,17 +428,18 @@ class Pipeline:
             )
         raise StaleWrite(epoch)
 
-    def _with_stored(
-        self, epoch: Epoch, splits: Sequence[Split], need: ValuesNeeded
-    ) -> list[Split]:
+    def _with_stored(self, epoch: Epoch, splits: Sequence[Part], need: ValuesNeeded) -> list[Part]:
         """Look up the rows that a table's splits ask for, as the epochs before left them."""
         with self._settled:
             while self._settled_number < epoch.number - 1 and not self._stop.is_set():
                 self._settled.wait(1.0)
         stored = self._retry(partial(self._sink.stored, need.table, need.keys, need.columns))
-        return [s.with_stored(stored) if s.table == need.table else s for s in splits]
+        return [
+            s.with_stored(stored) if isinstance(s, Split) and s.table == need.table else s
+            for s in splits
+        ]
 
-    def _write_once(self, epoch: Epoch, splits: Sequence[Split], writer: Writer) -> Outcome:
+    def _write_once(self, epoch: Epoch, splits: Sequence[Part], writer: Writer) -> Outcome:
         description = f"icestream {self.name} epoch {epoch.number}"
         return self._write_epoch(splits, writer, self._source.keyed, description)
 
@@ -456,7 +457,7 @@ class Pipeline:
             ready += pool.map(prepare, names[1:])
         return [table for table, there in zip(names, ready, strict=True) if there]
 
-    def _commit(self, epoch: Epoch, splits: Sequence[Split], written: Written) -> None:
+    def _commit(self, epoch: Epoch, splits: Sequence[Part], written: Written) -> None:
         """Commit what was written; files that a table no longer takes are written again."""
         for attempt in range(1, REWRITES_MAX):
             try:

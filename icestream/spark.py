@@ -17,7 +17,7 @@ from typing import Any
 import pyarrow as pa
 from pyspark import SparkContext, TaskContext
 from pyspark.errors import PySparkException
-from pyspark.sql import SparkSession
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.functions import broadcast
 from pyspark.sql.types import StructField, StructType
 
@@ -162,6 +162,25 @@ def run_tasks(
         buckets = max(1, context.defaultParallelism)
         together = rows.repartition(buckets, "bucket").sortWithinPartitions("bucket")
         rows = together.mapInArrow(over_rows, ROW_SCHEMA)
+    return _collected(rows)
+
+
+def run_frame(
+    frame: DataFrame, work: Callable[[Iterable[pa.RecordBatch]], Iterator[Row]], description: str
+) -> list[Row]:
+    """Run `work` over each partition of a frame, in one Spark job; returns the rows that come out.
+
+    Each partition's batches pass through one call.
+    """
+    frame.sparkSession.sparkContext.setLocalProperty("spark.job.description", description)
+
+    def over_batches(batches: Iterable[pa.RecordBatch]) -> Iterable[pa.RecordBatch]:
+        yield from _as_batches(work(batches))
+
+    return _collected(frame.mapInArrow(over_batches, ROW_SCHEMA))
+
+
+def _collected(rows: DataFrame) -> list[Row]:
     try:
         return [(row["kind"], row["bucket"], bytes(row["payload"])) for row in rows.collect()]
     except PySparkException as error:

@@ -12,22 +12,28 @@ import json
 import pickle
 import struct
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
-from pyspark.sql import SparkSession
+import pyarrow.compute as pc
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+from pyspark.sql import types as T
 
 from icestream import failpoints
-from icestream.errors import Broken, IcestreamError, check
+from icestream.change import AT, OP, Op
+from icestream.errors import Broken, DataRejected, IcestreamError, check
 from icestream.schema import SchemaGap
 from icestream.sinks import Writer
-from icestream.sources import Split, ValuesNeeded
-from icestream.spark import Row, attempt_number, run_tasks
+from icestream.sources import FrameSplit, Split, ValuesNeeded
+from icestream.sources.iceberg import changelog
+from icestream.spark import Row, attempt_number, run_frame, run_tasks
 
 FILE = "file"
 DONE = "done"
@@ -52,6 +58,11 @@ _DEFECTS = (
     ValueError,
 )
 _FRAMES_SHOWN = 3
+# ISO 8601, to the microsecond; a timestamp with a zone is shown in UTC.
+_JSON_FORMATS = {
+    "timestampFormat": "yyyy-MM-dd'T'HH:mm:ss.SSSSSSXXX",
+    "timestampNTZFormat": "yyyy-MM-dd'T'HH:mm:ss.SSSSSS",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +113,105 @@ def write_epoch(
         raise _together(needed)
     check(done >= len(tasks), "every task of the epoch reports that it is done")
     return Outcome(reports=reports, rows=read, learned=learned)
+
+
+def write_events(
+    spark: SparkSession,
+    splits: Sequence[FrameSplit],
+    writer: Writer,
+    keyed: bool,
+    description: str,
+) -> Outcome:
+    """Have the events of frames written as documents by workers; raises the first error reported.
+
+    Spark makes the documents, so that they reach the writer as columns of ready text.
+    """
+    reports, read = [], 0
+    for split in splits:
+        try:
+            frame = split.frame()
+            if frame is None:
+                continue
+            send = partial(_send, split.table, split.identified, writer)
+            for kind, _, payload in run_frame(_documents(frame, split.version), send, description):
+                if kind == ERROR:
+                    raise pickle.loads(payload)
+                if kind == FILE:
+                    reports.append(payload.decode())
+                if kind == DONE:
+                    read += pickle.loads(payload)
+        finally:
+            split.close()
+    return Outcome(reports=reports, rows=read, learned=[])
+
+
+def _documents(events: DataFrame, version: int) -> DataFrame:
+    """Events as what a writer of documents takes: operation, version, id and the row as JSON."""
+    deleted = F.col(changelog.ACTION) == changelog.DELETE
+    row = F.col(changelog.ROW)
+    kind = events.schema[changelog.ROW].dataType
+    text = F.to_json(row.cast(_exact_in_json(kind)), _JSON_FORMATS)
+    return events.select(
+        F.when(deleted, int(Op.DELETE)).otherwise(int(Op.UPSERT)).cast("tinyint").alias("op"),
+        F.lit(version).cast("long").alias("at"),
+        F.col(changelog.DOCUMENT_ID).alias("id"),
+        F.when(~deleted, text).alias("document"),
+    )
+
+
+def _exact_in_json(kind: T.DataType) -> T.DataType:
+    """The same type with decimals as text: who reads a JSON number may round it."""
+    if isinstance(kind, T.DecimalType):
+        return T.StringType()
+    if isinstance(kind, T.ArrayType):
+        return T.ArrayType(_exact_in_json(kind.elementType), kind.containsNull)
+    if isinstance(kind, T.MapType):
+        values = _exact_in_json(kind.valueType)
+        return T.MapType(_exact_in_json(kind.keyType), values, kind.valueContainsNull)
+    if isinstance(kind, T.StructType):
+        fields = [T.StructField(f.name, _exact_in_json(f.dataType), f.nullable) for f in kind]
+        return T.StructType(fields)
+    return kind
+
+
+def _send(
+    table: str, identified: bool, writer: Writer, batches: Iterable[pa.RecordBatch]
+) -> Iterator[Row]:
+    """Everything that happens to one partition of documents on its worker."""
+    if attempt_number() == 0:
+        failpoints.reach(failpoints.IN_WORKER)
+    read = 0
+    try:
+        for number, batch in enumerate(batches):
+            changes = pa.table(batch.columns, names=[OP, AT, "id", "document"])
+            _refuse_nameless(table, identified, changes)
+            read += changes.num_rows
+            if changes.num_rows:
+                for report in writer.write(table, f"{number}", changes, each_key_once=True):
+                    yield FILE, 0, report.encode()
+        yield DONE, 0, pickle.dumps(read)
+    except IcestreamError as error:
+        yield ERROR, 0, pickle.dumps(error)
+    except _DEFECTS as error:
+        yield ERROR, 0, pickle.dumps(_broken(error))
+
+
+def _refuse_nameless(table: str, identified: bool, changes: pa.Table) -> None:
+    """A change that does not say which row it belongs to must not be lost in silence."""
+    nameless = changes.column("id").is_null()
+    if identified:
+        if pc.any(nameless).as_py():
+            raise DataRejected(
+                f"a row of table {table} has no identifier",
+                detail="One of the identifier columns is null.",
+                hint="Choose identifier columns that are never null.",
+            )
+    elif pc.any(pc.equal(changes.column(OP), int(Op.DELETE))).as_py():
+        raise DataRejected(
+            f"a row of table {table} was deleted or updated, and nothing says which document it is",
+            detail="The table has no identifier columns and no row ids.",
+            hint="Set `identifier_columns` of the table, or upgrade it to format version 3.",
+        )
 
 
 def _together(needed: Sequence[ValuesNeeded]) -> ValuesNeeded:

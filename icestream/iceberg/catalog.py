@@ -940,6 +940,30 @@ def _as_config(message: str) -> Iterator[None]:
         ) from error
 
 
+DEFAULT_CATALOG = {
+    "type": "jdbc",
+    "name": "icestream",
+    "uri": "jdbc:sqlite:icestream-data/catalog.db",
+    "warehouse": "icestream-data/warehouse",
+    "jdbc.schema-version": "V1",
+}
+
+
+def catalog_properties(catalog: Mapping[str, str]) -> dict[str, str]:
+    """The catalog's properties, with the embedded default and local paths made absolute."""
+    given = {str(name): str(value) for name, value in catalog.items()}
+    properties = given or dict(DEFAULT_CATALOG)
+    if properties.get("type") == "jdbc":
+        properties.setdefault("jdbc.schema-version", "V1")
+        prefix = "jdbc:sqlite:"
+        uri = properties.get("uri", "")
+        if uri.startswith(prefix) and not uri.startswith(f"{prefix}file:"):
+            properties["uri"] = prefix + local_path(uri.removeprefix(prefix))
+    if "warehouse" in properties and "/" in properties["warehouse"]:
+        properties["warehouse"] = local_path(properties["warehouse"])
+    return properties
+
+
 def local_path(location: str) -> str:
     """A location without a scheme as an absolute path, so that every process means the same."""
     return location if ":" in location else os.path.abspath(location)

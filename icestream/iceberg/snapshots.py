@@ -2,7 +2,7 @@
 
 A `Step` between two snapshots names the files whose rows differ: gone, came, and touched by
 deletes. `Stage` lets Spark read any of them through Iceberg's own reader, which applies deletes and
-schema changes. It then also tells rows' ids where the table has them, or, if asked, their places and
+schema changes. It also tells rows' ids where the table has them, or, if asked, their places and
 which of them are deleted (`FILE` and the names below it).
 
 Files are picked inside the JVM: a call through the gateway for each of many thousands would take

@@ -5,9 +5,10 @@ an epoch (`splits`), and is told what is durable (`ack`). It never acknowledges 
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import pyarrow as pa
+from pyspark.sql import DataFrame
 
 from icestream.epoch import Epoch
 from icestream.errors import SourceUnavailable
@@ -39,8 +40,8 @@ class ValuesNeeded(Exception):
         return ValuesNeeded, (self.table, self.keys, self.columns)
 
 
-class Split(Protocol):
-    """A part of an epoch for one table: read twice, on any worker, it gives the same changes."""
+class Part(Protocol):
+    """A part of an epoch for one table."""
 
     @property
     def table(self) -> str:
@@ -49,8 +50,13 @@ class Split(Protocol):
 
     @property
     def size_bytes(self) -> int:
-        """How much of the source reading it takes."""
+        """How much of the source reading it takes, as far as that is known."""
         ...
+
+
+@runtime_checkable
+class Split(Part, Protocol):
+    """A part that workers read: twice, on any of them, it gives the same changes."""
 
     @property
     def each_key_once(self) -> bool:
@@ -72,6 +78,31 @@ class Split(Protocol):
 
     def learned(self) -> Any:
         """What reading has taught that the source may want to know; None for nothing."""
+        ...
+
+
+class FrameSplit(Part, Protocol):
+    """A part that is relational work: its changes come out of Spark, not of a reader.
+
+    The changes are events as `icestream.sources.iceberg.changelog` describes them.
+    """
+
+    @property
+    def version(self) -> int:
+        """What orders the changes of one row: later ones have higher numbers."""
+        ...
+
+    @property
+    def identified(self) -> bool:
+        """Whether every change names the row that it belongs to."""
+        ...
+
+    def frame(self) -> DataFrame | None:
+        """The changes, or None when there are none; asked on the coordinator."""
+        ...
+
+    def close(self) -> None:
+        """The frame is no longer used."""
         ...
 
 
@@ -126,7 +157,7 @@ class Source(Protocol):
         """Told after `SplitsLost`: what is not durable will be asked for anew."""
         ...
 
-    def splits(self, epoch: Epoch) -> Sequence[Split]:
+    def splits(self, epoch: Epoch) -> Sequence[Part]:
         """The parts that hold the epoch's changes; empty when it has none."""
         ...
 

@@ -37,7 +37,6 @@ from icestream.iceberg.catalog import (
     Table,
     TableName,
     WriteTarget,
-    local_path,
     staged_name,
 )
 from icestream.iceberg.files import DATA, FileClosed
@@ -137,30 +136,6 @@ class IcebergSinkOptions:
         default=False,
         metadata={"doc": "All tables of an epoch in one commit; needs a REST catalog."},
     )
-
-
-DEFAULT_CATALOG = {
-    "type": "jdbc",
-    "name": "icestream",
-    "uri": "jdbc:sqlite:icestream-data/catalog.db",
-    "warehouse": "icestream-data/warehouse",
-    "jdbc.schema-version": "V1",
-}
-
-
-def catalog_properties(options: IcebergSinkOptions) -> dict[str, str]:
-    """The catalog's properties, with the embedded default and local paths made absolute."""
-    given = {str(name): str(value) for name, value in options.catalog.items()}
-    properties = given or dict(DEFAULT_CATALOG)
-    if properties.get("type") == "jdbc":
-        properties.setdefault("jdbc.schema-version", "V1")
-        prefix = "jdbc:sqlite:"
-        uri = properties.get("uri", "")
-        if uri.startswith(prefix) and not uri.startswith(f"{prefix}file:"):
-            properties["uri"] = prefix + local_path(uri.removeprefix(prefix))
-    if "warehouse" in properties and "/" in properties["warehouse"]:
-        properties["warehouse"] = local_path(properties["warehouse"])
-    return properties
 
 
 ReadRows = Callable[[str, pa.Table, Sequence[str]], pa.Table]

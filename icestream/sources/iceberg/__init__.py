@@ -1,0 +1,373 @@
+"""Iceberg tables as a source: a load of one snapshot, then every change, snapshot by snapshot.
+
+Each table is a stream of its own. The frontier has for each `table <name> <uuid>: (sequence
+number, state, files)`: while the snapshot of that number is loaded the state is 0 and `files` of
+its files are done, in the order of their places; then it is 1, and all changes up to that snapshot
+are included. Sequence numbers only rise, and the name carries the table's identity, so a rollback,
+an expired history and a table replaced under the same name are all noticed (`History.since`).
+
+An epoch moves one table: by a group of files while it is loaded, later by one snapshot, or by all
+that are there with `net_changes`.
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, zip_longest
+
+from pyspark.sql import DataFrame, SparkSession
+
+from icestream.epoch import Epoch
+from icestream.errors import ConfigInvalid, ProgressLost
+from icestream.frontier import MINIMUM, Frontier, Position
+from icestream.iceberg.catalog import Catalog, Table, TableName, replaced
+from icestream.iceberg.snapshots import Files, Snapshot, Stage
+from icestream.schema import Column, TableShape, schema_from_json
+from icestream.sources import FrameSplit, Part, Source
+from icestream.sources.iceberg.changelog import Changelog
+
+log = logging.getLogger(__name__)
+
+_LOADING, _FOLLOWING = 0, 1
+# Where a table without any snapshot stands: all that it will ever have are changes.
+_BEFORE_ALL = -1
+_MILLISECONDS = 1000.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IcebergTableOptions:
+    """What can be said of one table."""
+
+    table_name: str = field(metadata={"doc": "Name in the catalog, with its namespace."})
+    catalog: Mapping[str, str] = field(
+        default_factory=dict, metadata={"doc": "Catalog of this table, if it has its own."}
+    )
+    identifier_columns: Sequence[str] = field(
+        default=(),
+        metadata={
+            "doc": "Columns that identify a row; by default its row id (format version 3 only)."
+        },
+    )
+    disable_export: bool = field(
+        default=False, metadata={"doc": "Only changes from now on, without what is there already."}
+    )
+    polling_interval: float | None = field(
+        default=None,
+        metadata={"doc": "As `polling_interval` of the source.", "unit": "duration"},
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IcebergSourceOptions:
+    """Options of Iceberg tables as a source."""
+
+    tables: Sequence[IcebergTableOptions] = field(metadata={"doc": "The tables to read."})
+    catalog: Mapping[str, str] = field(
+        default_factory=dict,
+        metadata={"doc": "Handed to Iceberg as it is; an embedded SQLite catalog by default."},
+    )
+    polling_interval: float = field(
+        default=30.0,
+        metadata={"doc": "Time between two looks for new snapshots.", "unit": "duration"},
+    )
+    branch: str = field(default="main", metadata={"doc": "Branch whose snapshots are followed."})
+    net_changes: bool = field(
+        default=False,
+        metadata={"doc": "All new snapshots at once, as the difference that they make together."},
+    )
+    load_bytes: int = field(
+        default=512 * 1024**2,
+        metadata={"doc": "Bytes of files in one step of the first load.", "unit": "bytes"},
+    )
+    acknowledgments: bool = field(
+        default=True, metadata={"doc": "Always on: progress follows what the sink has taken."}
+    )
+
+    def __post_init__(self) -> None:
+        if not self.acknowledgments:
+            raise ConfigInvalid(
+                "acknowledgments cannot be switched off",
+                hint="Leave `acknowledgments` out: progress always follows what the sink has taken.",
+            )
+        names = [table.table_name for table in self.tables]
+        if not names or len(set(names)) < len(names):
+            raise ConfigInvalid(
+                "the iceberg source names no table" if not names else "a table is named twice",
+                hint="Write `tables: [{table_name: shop.orders, identifier_columns: [id]}]`.",
+            )
+
+    @property
+    def interval(self) -> float:
+        """The shortest of the polling intervals."""
+        own = [table.polling_interval for table in self.tables]
+        return min([each for each in own if each is not None], default=self.polling_interval)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Followed:
+    """A table of the pipeline."""
+
+    name: str
+    options: IcebergTableOptions
+    table: Table
+    changelog: Changelog
+
+    @property
+    def partition(self) -> str:
+        return f"table {self.name} {self.changelog.history.uuid}"
+
+
+@dataclass(frozen=True, slots=True)
+class EventSplit(FrameSplit):
+    """The changes of one epoch, read by Spark; `events` makes them anew each time it is asked."""
+
+    table: str
+    version: int
+    identified: bool
+    size_bytes: int
+    events: Callable[[Stage], DataFrame | None]
+    stage: Stage
+
+    def frame(self) -> DataFrame | None:
+        """The changes; None when there are none. They can be used until `close`."""
+        return self.events(self.stage)
+
+    def close(self) -> None:
+        """Let go of what was staged."""
+        self.stage.close()
+
+
+class IcebergSource(Source):
+    """See the module and `icestream.sources.Source`."""
+
+    keyed = True
+
+    def __init__(
+        self,
+        options: IcebergSourceOptions,
+        spark: SparkSession,
+        catalog_of: Callable[[IcebergTableOptions], Catalog],
+    ):
+        self._options = options
+        self._spark = spark
+        self._catalog_of = catalog_of
+        self._followed: dict[str, _Followed] = {}
+        self._shapes: dict[str, TableShape] = {}
+        self._heads: dict[str, Position] = {}
+        self._times: dict[tuple[str, int], int] = {}
+
+    def tables(self) -> Sequence[str]:
+        """The tables that the configuration names; each must exist."""
+        return [self._follow(table).name for table in self._options.tables]
+
+    def known_tables(self) -> Sequence[str]:
+        """The same names, without asking for the tables."""
+        return [table.table_name for table in self._options.tables]
+
+    def shape(self, table: str) -> TableShape | None:
+        """Columns and key of the snapshot that is read."""
+        return self._shapes.get(table)
+
+    def has_history(self, table: str, before: Frontier) -> bool:
+        """Never: a table that was added is loaded in its turn, by its own position."""
+        return False
+
+    def available(self, lower: Frontier) -> Sequence[Frontier]:
+        """Groups of files while a table is loaded, then one snapshot after the other."""
+        self._refuse_replaced(lower)
+        streams = [
+            [(each.partition, position) for position in self._positions(each, lower)]
+            for each in map(self._follow, self._options.tables)
+        ]
+        bounds, at = [], lower
+        # Side by side: a long load of one table does not keep the others waiting.
+        for found in chain.from_iterable(zip_longest(*streams)):
+            if found is not None:
+                at = at.join(Frontier(dict([found])))
+                bounds.append(at)
+        if not self._heads:
+            self._heads = dict(at.positions)
+        return bounds
+
+    def verify(self, durable: Frontier) -> None:
+        """Raise what would stop a run: a missing table, an expired or rolled-back history."""
+        self.available(durable)
+
+    def caught_up(self, frontier: Frontier) -> bool:
+        """Whether all that was there at the first look lies before a frontier."""
+        return bool(self._heads) and frontier.covers(Frontier(self._heads))
+
+    def milestone(self, epoch: Epoch) -> bool:
+        """Always: what was looked at without finding a change need not be looked at again."""
+        return True
+
+    def splits(self, epoch: Epoch) -> Sequence[Part]:
+        """The one table that an epoch moves, and what to read of it."""
+        found = []
+        for each in map(self._follow, self._options.tables):
+            before, after = epoch.lower[each.partition], epoch.upper[each.partition]
+            if before != after:
+                split = self._split(each, before, after)
+                found += [split] if split else []
+        return found
+
+    def position(self, frontier: Frontier) -> str:
+        """Where each table stands, by sequence numbers."""
+        texts = []
+        for partition, at in sorted(frontier.positions.items()):
+            name = _table_of(partition)
+            loading = f" ({at[2]} files loaded)" if at and at[1] == _LOADING else ""
+            texts.append(f"{name} {max(at[0], 0)}{loading}" if at else f"{name} -")
+        return ", ".join(texts)
+
+    def lag_seconds(self, durable: Frontier) -> float | None:
+        """The time between the snapshot that is durable and the newest, of the table behind most."""
+        lags = []
+        for each in self._followed.values():
+            numbers = [number for name, number in self._times if name == each.name]
+            at = durable[each.partition]
+            mine = self._times.get((each.name, at[0])) if at else None
+            if numbers and mine is not None:
+                newest = self._times[each.name, max(numbers)]
+                lags.append((newest - mine) / _MILLISECONDS)
+        return max(lags, default=None)
+
+    def ack(self, durable: Frontier) -> None:
+        """Nothing: the table's owner decides how long its history is kept."""
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+    def _follow(self, options: IcebergTableOptions) -> _Followed:
+        found = self._followed.get(options.table_name)
+        if found is None:
+            *namespace, name = options.table_name.split(".")
+            table = self._catalog_of(options).load(TableName(namespace=tuple(namespace), name=name))
+            if table is None:
+                raise ConfigInvalid(
+                    f"there is no table {options.table_name}",
+                    hint="Name it with its namespace, as in `shop.orders`.",
+                )
+            changelog = Changelog(self._spark, table, options.identifier_columns)
+            if not changelog.identified:
+                log.warning(
+                    "table %s has no identifier columns: only inserts can be taken, and one that "
+                    "is sent twice is there twice",
+                    options.table_name,
+                )
+            found = _Followed(
+                name=options.table_name, options=options, table=table, changelog=changelog
+            )
+            self._followed[options.table_name] = found
+        return found
+
+    def _refuse_replaced(self, lower: Frontier) -> None:
+        """A table that was read under another identity must not be taken for the same."""
+        current = {each.name: each.partition for each in map(self._follow, self._options.tables)}
+        for partition in lower.positions:
+            name = _table_of(partition)
+            if name in current and current[name] != partition:
+                error = replaced(name)
+                raise ProgressLost(
+                    error.message,
+                    detail="The table of this name is another one than the pipeline has read.",
+                    hint="Remove the pipeline's progress and what it has written, so that the "
+                    "table is loaded anew.",
+                )
+
+    def _positions(self, each: _Followed, lower: Frontier) -> list[Position]:
+        """All positions of a table that lie ahead and can be reached now."""
+        at, history, branch = lower[each.partition], each.changelog.history, self._options.branch
+        head = history.head(branch)
+        if head is not None:
+            self._times[each.name, head.sequence_number] = head.time_ms
+        if at == MINIMUM:
+            if head is None or each.options.disable_export:
+                number = head.sequence_number if head else _BEFORE_ALL
+                return [(number, _FOLLOWING)]
+            return self._load_positions(each, head, 0)
+        number, state, *files = at
+        if state == _LOADING:
+            return self._load_positions(each, history.at(branch, number), files[0])
+        if number == _BEFORE_ALL:
+            newer = history.between(None, head.id) if head else []
+        else:
+            newer = history.since(branch, number)
+        for snapshot in newer:
+            self._times[each.name, snapshot.sequence_number] = snapshot.time_ms
+        ahead: list[Position] = [(snapshot.sequence_number, _FOLLOWING) for snapshot in newer]
+        return ahead[-1:] if self._options.net_changes else ahead
+
+    def _load_positions(self, each: _Followed, snapshot: Snapshot, done: int) -> list[Position]:
+        """Groups of files of about `load_bytes`, and last the end of the load."""
+        self._times[each.name, snapshot.sequence_number] = snapshot.time_ms
+        sizes = each.changelog.history.files(snapshot).sizes
+        positions: list[Position] = []
+        gathered = 0
+        for number in range(done, len(sizes)):
+            gathered += sizes[number]
+            if gathered >= self._options.load_bytes and number + 1 < len(sizes):
+                positions.append((snapshot.sequence_number, _LOADING, number + 1))
+                gathered = 0
+        return [*positions, (snapshot.sequence_number, _FOLLOWING)]
+
+    def _split(self, each: _Followed, before: Position, after: Position) -> FrameSplit | None:
+        if before == MINIMUM or before[1] == _LOADING:
+            if each.options.disable_export or after[0] == _BEFORE_ALL:
+                return None
+            return self._load_split(each, before, after)
+        return self._change_split(each, before[0], after[0])
+
+    def _load_split(self, each: _Followed, before: Position, after: Position) -> FrameSplit:
+        history = each.changelog.history
+        snapshot = history.at(self._options.branch, after[0])
+        files: Files = history.files(snapshot)
+        start = before[2] if before else 0
+        end = after[2] if after[1] == _LOADING else len(files.sizes)
+
+        def events(stage: Stage) -> DataFrame | None:
+            return each.changelog.load(files.part(start, end), snapshot, stage)
+
+        return self._event_split(each, snapshot, events, sum(files.sizes[start:end]))
+
+    def _change_split(self, each: _Followed, before: int, after: int) -> FrameSplit | None:
+        history, branch = each.changelog.history, self._options.branch
+        newest = history.at(branch, after)
+        if before == _BEFORE_ALL:
+            older, path = None, history.between(None, newest.id)
+        else:
+            older = history.at(branch, before)
+            path = history.between(older.id, newest.id)
+        path = [snapshot for snapshot in path if len(path) > 1 or not snapshot.keeps_rows]
+        if not path:
+            return None
+
+        def events(stage: Stage) -> DataFrame | None:
+            return each.changelog.changes(older, path, stage)
+
+        return self._event_split(each, newest, events, 0)
+
+    def _event_split(
+        self,
+        each: _Followed,
+        snapshot: Snapshot,
+        events: Callable[[Stage], DataFrame | None],
+        size_bytes: int,
+    ) -> FrameSplit:
+        schema = schema_from_json(each.changelog.history.schema_json(snapshot))
+        columns = [Column(name=field.name, type=field.field_type) for field in schema.fields]
+        key = each.options.identifier_columns
+        self._shapes[each.name] = TableShape(columns=columns, key=key)
+        return EventSplit(
+            each.name,
+            snapshot.sequence_number,
+            each.changelog.identified,
+            size_bytes,
+            events,
+            Stage(each.table, snapshot.schema_id),
+        )
+
+
+def _table_of(partition: str) -> str:
+    """The table's name in the name of its partition; it may hold blanks."""
+    return partition.removeprefix("table ").rpartition(" ")[0]
