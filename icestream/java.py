@@ -94,8 +94,9 @@ def write_atomically(path: Path, text: str) -> None:
 def jars(coordinates: Sequence[str]) -> list[Path]:
     """The jars behind `group:artifact:version[:classifier]` and all that they depend on.
 
-    A module that is asked for only by classifier comes without its dependencies. What was found
-    is remembered in the user's cache folder, per list of coordinates.
+    A module that is asked for only by classifier comes without its dependencies, and so does one
+    whose file is not a jar: `@zip` at the end names its kind. What was found is remembered in the
+    user's cache folder, per list of coordinates.
     """
     folder = cache_folder()
     key = hashlib.sha256("\n".join(coordinates).encode()).hexdigest()[:16]
@@ -158,20 +159,22 @@ def _resolve(coordinates: Sequence[str], ivy_folder: Path) -> list[Path]:
 
 def _ivy_module(coordinates: Sequence[str]) -> str:
     """An Ivy file that asks for the coordinates; one entry per module, or Ivy drops classifiers."""
-    classifiers: dict[tuple[str, str, str], list[str]] = {}
+    files: dict[tuple[str, str, str], list[tuple[str, str]]] = {}
     for coordinate in coordinates:
-        group, artifact, version, *classifier = coordinate.split(":")
-        classifiers.setdefault((group, artifact, version), []).append("".join(classifier))
+        name, _, kind = coordinate.partition("@")
+        group, artifact, version, *classifier = name.split(":")
+        file = ("".join(classifier), kind or "jar")
+        files.setdefault((group, artifact, version), []).append(file)
     lines = []
-    for (group, artifact, version), wanted in classifiers.items():
+    for (group, artifact, version), wanted in files.items():
         lines.append(
-            f'<dependency org="{group}" name="{artifact}" rev="{version}"'
-            f' conf="default->default" transitive="{"true" if "" in wanted else "false"}">'
+            f'<dependency org="{group}" name="{artifact}" rev="{version}" conf="default->default"'
+            f' transitive="{"true" if ("", "jar") in wanted else "false"}">'
         )
         lines += [
-            f'<artifact name="{artifact}" type="jar" ext="jar"'
+            f'<artifact name="{artifact}" type="{kind}" ext="{kind}"'
             + (f' m:classifier="{classifier}"/>' if classifier else "/>")
-            for classifier in wanted
+            for classifier, kind in wanted
         ]
         lines.append("</dependency>")
     return (

