@@ -1,4 +1,4 @@
-"""The OpenSearch sink: one index per table, and one document that remembers the pipeline's progress.
+"""The OpenSearch sink: an index per table, and one document that remembers the pipeline's progress.
 
     Writer.write ──► bulk requests, each operation with its row's version    (workers)
     Sink.commit  ──► the progress document, by compare-and-swap              (coordinator)
@@ -21,7 +21,7 @@ import pyarrow as pa
 
 from icestream import failpoints, metrics
 from icestream.epoch import Epoch, Progress
-from icestream.errors import Broken, ConfigInvalid, Fenced, ProgressLost, SchemaRejected, check
+from icestream.errors import Broken, ConfigInvalid, ProgressLost, SchemaRejected, check
 from icestream.schema import Column, TableShape
 from icestream.sinks import Committed, Written
 from icestream.sinks.opensearch.bulk import OpenSearchWriter
@@ -119,12 +119,11 @@ class OpenSearchSink:
         if found is None:
             create_index(self._client, index)
             found = self._found(table, index)
-            check(found is not None, f"index {index} is there once it was created")
             log.info("index created", extra={"table": table, "index": index, "template": own})
-        if found is not None:
-            self._complete(found.name, wanted)
-            state.indices[table] = found
-        state.mapped[table] = wanted
+        if found is None:
+            raise _deleted(index)
+        self._complete(found.name, wanted)
+        state.indices[table], state.mapped[table] = found, wanted
         return True
 
     def evolve(self, table: str, columns: Sequence[Column]) -> None:
@@ -194,8 +193,8 @@ class OpenSearchSink:
         self._client.close()
 
     def _claimed(self) -> _State:
-        check(self._state is not None, "the pipeline is claimed before it is written to")
-        assert self._state is not None
+        if self._state is None:
+            raise Broken("a pipeline is written to before it is claimed")
         return self._state
 
     def _publish(self, epoch: Epoch, labels: Mapping[str, str], tables: Sequence[str]) -> bool:
@@ -335,10 +334,13 @@ class OpenSearchSink:
 
     def _mapping(self, answer: Answer, index: str) -> Mapping[str, Any]:
         if answer.status != OK:
-            raise Fenced(
-                f"index {index} was deleted while it was prepared",
-                detail=answer.reason,
-                hint="Look for another run that works on it, then start again.",
-            )
+            raise _deleted(index)
         found: Mapping[str, Any] = answer.json()[index]["mappings"]
         return found
+
+
+def _deleted(index: str) -> ProgressLost:
+    return ProgressLost(
+        f"index {index} was deleted while it was prepared",
+        hint="Look for who else works on it, then start again.",
+    )
