@@ -1,0 +1,719 @@
+"""The OpenSearch sink on a real node: mappings, documents, progress, and what must not happen."""
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+from urllib.parse import quote
+
+import pyarrow as pa
+import pytest
+import requests
+from prometheus_client import REGISTRY
+from pyiceberg.types import (
+    DecimalType,
+    DoubleType,
+    IntegerType,
+    LongType,
+    StringType,
+    TimestamptzType,
+)
+
+from icestream.change import AT, OP, Op
+from icestream.epoch import Epoch, resume_point
+from icestream.errors import (
+    ConfigInvalid,
+    DataRejected,
+    Fenced,
+    ProgressLost,
+    SchemaRejected,
+    TargetUnavailable,
+)
+from icestream.failpoints import FailpointError
+from icestream.frontier import START, Frontier
+from icestream.schema import Column, TableShape
+from icestream.sinks import Written
+from icestream.sinks.opensearch import OpenSearchOptions, OpenSearchSink, client
+from tests.proxy import Proxy
+from tests.servers import OpenSearch, wait_until
+
+TABLE = "shop.Orders"
+SECONDS_MAX = 120.0
+COLUMNS = (
+    Column(name="id", type=LongType()),
+    Column(name="name", type=StringType()),
+    Column(name="price", type=DecimalType(10, 2)),
+    Column(name="ratio", type=DoubleType()),
+    Column(name="count", type=IntegerType()),
+    Column(name="at", type=TimestamptzType()),
+)
+SetRules = Callable[..., None]
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenSearch]:
+    with OpenSearch(tmp_path_factory.mktemp("opensearch")) as node:
+        yield node
+
+
+@pytest.fixture
+def proxy(node: OpenSearch) -> Iterator[Proxy]:
+    with Proxy(node.url) as proxy:
+        yield proxy
+
+
+@pytest.fixture(autouse=True)
+def clean(node: OpenSearch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of another test is left, and pauses are short."""
+    monkeypatch.setattr(client, "BACKOFF_SECONDS", 0.01)
+    for path in ("shop.*", "icestream-progress", "mine", "*__dead_letters"):
+        ask(node, "DELETE", f"/{path}?ignore_unavailable=true")
+    ask(node, "DELETE", "/_index_template/*")
+    ask(node, "DELETE", "/_template/*")
+
+
+@pytest.fixture
+def rules_off(monkeypatch: pytest.MonkeyPatch) -> SetRules:
+    """Switches rules of the commit protocol off."""
+
+    def switch(*rules: str) -> None:
+        text = ",".join(f"rule-{rule}=off" for rule in rules)
+        monkeypatch.setenv("ICESTREAM_FAILPOINTS", text)
+
+    return switch
+
+
+def ask(node: OpenSearch, method: str, path: str, body: object = None) -> Any:
+    answer = requests.request(method, f"{node.url}{path}", json=body, timeout=60)
+    return answer.json()
+
+
+def sink_on(node: OpenSearch | Proxy, **options: Any) -> OpenSearchSink:
+    return OpenSearchSink(OpenSearchOptions(hosts=[node.url], **options), "pipe")
+
+
+def started(node: OpenSearch | Proxy, **options: Any) -> OpenSearchSink:
+    """A sink that owns the pipeline and whose index is there."""
+    sink = sink_on(node, **options)
+    sink.claim([TABLE])
+    assert sink.prepare(TABLE, shape)
+    return sink
+
+
+def shape(*more: Column) -> TableShape:
+    return TableShape(columns=[*COLUMNS, *more], key=["id"])
+
+
+def changes(ids: list[str | None], version: int = 5, **fields: Any) -> pa.Table:
+    """Documents of these ids; `deletes` names those that are deleted, `poison` spoils one."""
+    deletes, poison = fields.pop("deletes", ()), fields.pop("poison", None)
+    documents = [
+        None
+        if id_ in deletes
+        else json.dumps({"id": id_ == poison or place, "name": f"v{version}", **fields})
+        for place, id_ in enumerate(ids)
+    ]
+    ops = [Op.UPSERT if document else Op.DELETE for document in documents]
+    return pa.table(
+        {
+            OP: pa.array(ops, pa.int8()),
+            AT: pa.array([version] * len(ids), pa.int64()),
+            "id": pa.array(ids, pa.string()),
+            "document": pa.array(documents, pa.string()),
+        }
+    )
+
+
+def epoch(number: int, lower: Frontier | None = None) -> Epoch:
+    before = at(number - 1) if number > 1 else START
+    return Epoch(number=number, lower=before if lower is None else lower, upper=at(number))
+
+
+def at(number: int) -> Frontier:
+    return Frontier({"snapshots ..of .shop": (number,)})
+
+
+def send(sink: OpenSearchSink, table: pa.Table, number: int = 1) -> list[str]:
+    return list(sink.writer(epoch(number), [TABLE]).write(TABLE, "0", table))
+
+
+def commit(sink: OpenSearchSink, number: int, table: pa.Table | None = None) -> bool:
+    """Write and commit an epoch; whether it was found published."""
+    reports = send(sink, table if table is not None else changes(["a"], version=number), number)
+    written = Written(epoch=epoch(number), reports=reports, skipped=0, writer=None, labels={})
+    (committed,) = sink.commit(written)
+    assert committed.table == TABLE
+    return committed.duplicate
+
+
+def count(node: OpenSearch, index: str = "shop.orders") -> int:
+    ask(node, "POST", f"/{index}/_refresh")
+    return int(ask(node, "GET", f"/{index}/_count")["count"])
+
+
+def document(node: OpenSearch, id_: str) -> dict[str, Any]:
+    found: dict[str, Any] = ask(node, "GET", f"/shop.orders/_doc/{quote(id_, safe='')}")
+    return found
+
+
+def progress(node: OpenSearch) -> dict[str, Any]:
+    found: dict[str, Any] = ask(node, "GET", "/icestream-progress/_doc/pipe")
+    return found
+
+
+def mapping(node: OpenSearch, index: str = "shop.orders") -> dict[str, Any]:
+    found: dict[str, Any] = ask(node, "GET", f"/{index}/_mapping")[index]["mappings"]
+    return found
+
+
+# Mapping
+
+
+def test_an_index_is_created_with_the_tables_types(node: OpenSearch) -> None:
+    """O10: by a template that the sink installs, not by guesses from values."""
+    started(node)
+    found = mapping(node)["properties"]
+    kinds = {name: found[name]["type"] for name in found}
+    assert kinds == {
+        "id": "long",
+        "name": "text",
+        "price": "keyword",
+        "ratio": "double",
+        "count": "integer",
+        "at": "date",
+    }
+    (template,) = ask(node, "GET", "/_index_template")["index_templates"]
+    assert template["name"] == "icestream-pipe-shop.orders"
+    assert template["index_template"]["index_patterns"] == ["shop.orders"]
+    settings = ask(node, "GET", "/shop.orders/_settings")["shop.orders"]["settings"]
+    assert settings["index"]["gc_deletes"] == "1h"
+
+
+def test_values_keep_their_digits_and_are_found(node: OpenSearch) -> None:
+    """O10: large doubles, NaN as text, exact decimals, microseconds."""
+    sink = started(node)
+    values = {"ratio": 1e300, "price": "12345678.90", "at": "2024-02-29T12:00:00.123456+00:00"}
+    send(sink, changes(["a"], **values))
+    send(sink, changes(["b"], **{**values, "ratio": "NaN"}))
+    assert document(node, "b")["_source"]["ratio"] == "NaN"
+    ask(node, "POST", "/shop.orders/_refresh")
+    for query in (
+        {"range": {"ratio": {"gte": 9e299}}},
+        {"term": {"price": "12345678.90"}},
+        {"range": {"at": {"gte": "2024-02-29", "lt": "2024-03-01"}}},
+    ):
+        found = ask(node, "GET", "/shop.orders/_search", {"query": query})["hits"]["hits"]
+        assert "a" in {hit["_id"] for hit in found}, query
+
+
+def test_the_users_own_template_wins(node: OpenSearch) -> None:
+    """O10: what the user maps stays; the rest is added."""
+    own = {"mappings": {"properties": {"price": {"type": "scaled_float", "scaling_factor": 100}}}}
+    body = {"index_patterns": ["shop.*"], "priority": 1, "template": own}
+    ask(node, "PUT", "/_index_template/own", body)
+    started(node)
+    found = mapping(node)["properties"]
+    assert found["price"]["type"] == "scaled_float"
+    assert found["ratio"]["type"] == "double"
+
+
+@pytest.mark.parametrize("dynamic", ["strict", False, "templates"])
+def test_a_users_mapping_that_says_what_comes_of_new_fields_is_left_alone(
+    node: OpenSearch, dynamic: object
+) -> None:
+    """O10: fields are added only where the owner leaves that to others."""
+    rule = {"texts": {"match_mapping_type": "string", "mapping": {"type": "keyword"}}}
+    rest = {"dynamic_templates": [rule]} if dynamic == "templates" else {"dynamic": dynamic}
+    own = {"mappings": {"properties": {"id": {"type": "keyword"}}, **rest}}
+    ask(node, "PUT", "/_index_template/own", body_of("shop.*", own, 7))
+    started(node)
+    assert set(mapping(node)["properties"]) == {"id"}
+
+
+def body_of(pattern: str, template: object, priority: int) -> dict[str, object]:
+    return {"index_patterns": [pattern], "priority": priority, "template": template}
+
+
+def test_a_users_template_of_the_old_kind_wins_too(node: OpenSearch) -> None:
+    """O10: a template of the new kind would make OpenSearch forget it."""
+    own = {"index_patterns": ["shop.*"], "mappings": {"properties": {"price": {"type": "double"}}}}
+    ask(node, "PUT", "/_template/own", own)
+    started(node)
+    assert mapping(node)["properties"]["price"]["type"] == "double"
+
+
+def test_a_template_of_the_same_priority_is_named(node: OpenSearch) -> None:
+    """O10: which one would win is not left to chance."""
+    ask(node, "PUT", "/_index_template/own", body_of("shop.*", {}, 0))
+    sink = sink_on(node)
+    sink.claim([TABLE])
+    with pytest.raises(ConfigInvalid) as refused:
+        sink.prepare(TABLE, shape)
+    assert "own" in str(refused.value)
+    assert "priority above 0" in str(refused.value.hint)
+
+
+def test_new_columns_reach_an_index_that_exists(node: OpenSearch, proxy: Proxy) -> None:
+    """O7, O10: before documents with them do; without new columns nothing is asked."""
+    sink = started(proxy)
+    proxy.clear()
+    assert sink.prepare(TABLE, shape)
+    assert proxy.requests == []
+    discount = Column(name="discount", type=DoubleType())
+    sink.prepare(TABLE, lambda: shape(discount))
+    assert mapping(node)["properties"]["discount"]["type"] == "double"
+
+
+def test_a_mapping_in_which_a_column_has_no_place_is_refused(node: OpenSearch) -> None:
+    """O10: an object where a value comes."""
+    own = {"mappings": {"properties": {"price": {"properties": {"net": {"type": "long"}}}}}}
+    ask(node, "PUT", "/shop.orders", own)
+    sink = sink_on(node)
+    sink.claim([TABLE])
+    with pytest.raises(SchemaRejected, match="field price"):
+        sink.prepare(TABLE, shape)
+
+
+def test_nothing_is_made_before_the_source_knows_its_columns(node: OpenSearch) -> None:
+    """O11: an index that exists can be written to all the same."""
+    sink = sink_on(node)
+    sink.claim([TABLE])
+    assert not sink.prepare(TABLE, lambda: None)
+    ask(node, "PUT", "/shop.orders")
+    assert sink.prepare(TABLE, lambda: None)
+
+
+def test_an_alias_of_one_index_leads_there(node: OpenSearch) -> None:
+    """O11: the index is known by what it is, not by what it is called."""
+    ask(node, "PUT", "/mine", {"aliases": {"shop.orders": {}}})
+    sink = started(node)
+    commit(sink, 1)
+    assert count(node, "mine") == 1
+    assert progress(node)["_source"]["indices"][TABLE]["index"] == "mine"
+
+
+def test_two_tables_do_not_share_an_index(node: OpenSearch) -> None:
+    """O11, O12: their versions are not comparable."""
+    with pytest.raises(ConfigInvalid, match="go into one index"):
+        sink_on(node, index="mine").claim(["shop.orders", "shop.customers"])
+
+
+# Documents
+
+
+def test_the_same_changes_again_change_nothing_and_older_ones_are_superseded(
+    node: OpenSearch,
+) -> None:
+    """O12: replays and late zombies cannot overwrite newer documents."""
+    sink = started(node)
+    newer = changes(["a", "b", "c"], version=8, deletes=["c"])
+    first = send(sink, newer)
+    assert send(sink, newer) == first
+    (late,) = send(sink, changes(["a", "b", "c"], version=7))
+    assert (json.loads(late)["superseded"], json.loads(late)["indexed"]) == (3, 0)
+    assert document(node, "a")["_source"]["name"] == "v8"
+    assert document(node, "a")["_version"] == 8
+    assert document(node, "c")["found"] is False
+    assert count(node) == 2
+
+
+def test_a_document_that_is_missing_can_be_deleted(node: OpenSearch) -> None:
+    """O12: its delete is acknowledged, and an older version does not come after it."""
+    sink = started(node)
+    (report,) = send(sink, changes(["never"], version=5, deletes=["never"]))
+    assert (json.loads(report)["deleted"], json.loads(report)["dead_letters"]) == (1, 0)
+    (report,) = send(sink, changes(["never"], version=4))
+    assert json.loads(report)["superseded"] == 1
+    assert count(node) == 0
+
+
+def test_odd_ids_come_back_as_they_were(node: OpenSearch) -> None:
+    """O9: any text is an id."""
+    ids = [
+        'say "hi"',
+        "back\\slash",
+        "two\nlines\r\n",
+        "nul\0",
+        "größe 🐘\u2028",
+        "a/b?c#d%20",
+        "+",
+    ]
+    sink = started(node)
+    send(sink, changes(list(ids)))
+    assert [document(node, id_)["_id"] for id_ in ids] == ids
+    send(sink, changes(list(ids), version=6, deletes=ids))
+    assert count(node) == 0
+
+
+def test_documents_without_an_id_are_given_one(node: OpenSearch) -> None:
+    """O9: a table without identifier columns takes inserts."""
+    sink = started(node)
+    send(sink, changes([None, None, "a"]))
+    assert count(node) == 3
+
+
+def poisoned(count: int) -> pa.Table:
+    return changes([f"k{number}" for number in range(count)], poison="k7777")
+
+
+def test_a_document_that_is_refused_stops_the_pipeline(node: OpenSearch) -> None:
+    """E10: on_error: stop names index, id and reason; nothing is committed."""
+    sink = started(node)
+    with pytest.raises(DataRejected) as refused:
+        send(sink, poisoned(10_000))
+    for text in ("shop.orders", "k7777", "[id] of type [long]", "dead_letter"):
+        assert text in str(refused.value)
+    assert "Preview" not in str(refused.value)
+    assert progress(node)["_source"]["epoch"] == 0
+
+
+def test_a_document_that_is_refused_becomes_a_dead_letter_once(node: OpenSearch) -> None:
+    """E10: on_error: dead_letter keeps it with all that is needed, and the others go on."""
+    sink = started(node, on_error="dead_letter")
+    for _ in range(2):
+        (report,) = send(sink, poisoned(10_000))
+        assert (json.loads(report)["indexed"], json.loads(report)["dead_letters"]) == (9999, 1)
+    assert count(node) == 9999
+    assert count(node, "shop.orders__dead_letters") == 1
+    (hit,) = ask(node, "GET", "/shop.orders__dead_letters/_search")["hits"]["hits"]
+    letter = hit["_source"]
+    assert (letter["index"], letter["document_id"], letter["version"]) == (
+        "shop.orders",
+        "k7777",
+        5,
+    )
+    assert json.loads(letter["document"]) == {"id": True, "name": "v5"}
+    assert letter["error_type"] == "mapper_parsing_exception"
+    assert mapping(node, "shop.orders__dead_letters")["dynamic"] == "false"
+
+
+@pytest.mark.parametrize("id_", ["x" * 513, ""], ids=["long", "empty"])
+def test_an_id_that_opensearch_does_not_take_does_not_spoil_others(
+    node: OpenSearch, id_: str
+) -> None:
+    """E10: the node refuses a whole request because of such an id."""
+    line = {"index": {"_id": id_}}
+    body = f"{json.dumps(line)}\n{{}}\n"
+    headers = {"Content-Type": "application/x-ndjson"}
+    answer = requests.post(f"{node.url}/mine/_bulk", data=body, headers=headers, timeout=60)
+    assert answer.status_code == 400
+    sink = started(node, on_error="dead_letter")
+    (report,) = send(sink, changes(["a", id_, "x" * 512]))
+    assert (json.loads(report)["indexed"], json.loads(report)["dead_letters"]) == (2, 1)
+    (hit,) = searched(node, "shop.orders__dead_letters")
+    assert hit["_source"]["document_id"] == id_
+
+
+def searched(node: OpenSearch, index: str) -> list[dict[str, Any]]:
+    ask(node, "POST", f"/{index}/_refresh")
+    found: list[dict[str, Any]] = ask(node, "GET", f"/{index}/_search")["hits"]["hits"]
+    return found
+
+
+def test_a_request_that_is_larger_than_the_node_takes_is_split(node: OpenSearch) -> None:
+    """O11: 413 has an empty body and never succeeds."""
+    sink = started(node, on_error="dead_letter", bulk_bytes_max=300 * 1024**2)
+    parts = ["x" * 40_000_000] * 3
+    table = changes(["a", "b", "c"])
+    documents = [json.dumps({"id": place, "text": text}) for place, text in enumerate(parts)]
+    table = table.set_column(3, "document", pa.array(documents))
+    (report,) = send(sink, table)
+    assert json.loads(report)["indexed"] == 3
+
+
+def test_answers_that_are_lost_or_refused_in_the_middle_double_nothing(
+    node: OpenSearch, proxy: Proxy
+) -> None:
+    """O11, O12: what was taken is recognised by its version."""
+    sink = started(proxy, bulk_documents_max=100)
+    proxy.on("POST", "_bulk").lose_answer()
+    proxy.on("POST", "_bulk").refuse(429)
+    proxy.on("POST", "_bulk").answer_500_after(503)
+    proxy.on("POST", "_bulk").cut_before()
+    (report,) = send(sink, changes([f"k{number}" for number in range(1000)]))
+    assert (json.loads(report)["indexed"], json.loads(report)["retries"]) == (1000, 4)
+    assert count(node) == 1000
+
+
+def test_a_node_that_restarts_in_mid_write_delays_it(
+    node: OpenSearch, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """O11: kill -9 of the node, and what it acknowledged is there."""
+    monkeypatch.setattr(client, "BACKOFF_SECONDS", 0.25)
+    sink = started(proxy, bulk_documents_max=100)
+    send(sink, changes(["before"]))
+    killed = threading.Event()
+
+    def kill() -> None:
+        node.stop()
+        killed.set()
+
+    def revive() -> None:
+        wait_until(killed.is_set, SECONDS_MAX, "the kill")
+        node.start()
+
+    reviver = threading.Thread(target=revive)
+    reviver.start()
+    try:
+        proxy.on("POST", "_bulk").stall(0.0)
+        proxy.on("POST", "_bulk").stall(0.0)
+        proxy.on("POST", "_bulk").call_before(kill)
+        (report,) = send(sink, changes([f"k{number}" for number in range(1000)]))
+    finally:
+        reviver.join()
+    assert json.loads(report)["indexed"] == 1000
+    assert json.loads(report)["retries"] > 0
+    assert count(node) == 1001
+
+
+# Progress
+
+
+def test_an_epoch_is_durable_with_its_frontier_and_found_by_the_next_run(
+    node: OpenSearch,
+) -> None:
+    """E2: one document beside the indices; nothing of it is indexed."""
+    sink = sink_on(node)
+    assert sink.durable([TABLE]) == {}
+    claimed = sink.claim([TABLE])
+    assert (claimed[TABLE].generation, claimed[TABLE].epoch) == (1, 0)
+    sink.prepare(TABLE, shape)
+    assert not commit(sink, 1)
+    assert not commit(sink, 2)
+    found = sink_on(node).durable([TABLE, "shop.customers"])
+    assert set(found) == {TABLE, "shop.customers"}
+    resume = resume_point(found)
+    assert (resume.number, resume.at, resume.unfinished) == (2, at(2), None)
+    assert mapping(node, "icestream-progress").get("properties") is None
+    (row,) = sink_on(node).status([TABLE])
+    assert (row["table"], row["source_table"], row["state"]) == ("shop.orders", TABLE, "ok")
+    assert (row["generation"], row["epoch"], row["upper"]) == (1, 2, at(2))
+
+
+def test_a_heartbeat_moves_the_frontier_alone(node: OpenSearch) -> None:
+    """E2: an epoch without changes."""
+    sink = started(node)
+    commit(sink, 1)
+    assert sink.heartbeat(epoch(2), {"note": "quiet"})
+    assert progress(node)["_source"]["upper"] == at(2).to_json()
+    assert not commit(sink, 3)
+
+
+def test_commits_count_what_the_reports_say(node: OpenSearch) -> None:
+    """U4: metrics by index and operation."""
+
+    def counted(operation: str) -> float:
+        labels = {"index": "shop.orders", "operation": operation}
+        return REGISTRY.get_sample_value("icestream_documents_total", labels) or 0.0
+
+    before = {name: counted(name) for name in ("indexed", "deleted")}
+    commit(started(node), 1, changes(["a", "b", "c"], deletes=["c"]))
+    assert counted("indexed") - before["indexed"] == 2
+    assert counted("deleted") - before["deleted"] == 1
+
+
+def test_a_successor_fences_its_predecessor(node: OpenSearch) -> None:
+    """E6: the older run stops at once, and the newer one goes on."""
+    zombie = started(node)
+    commit(zombie, 1)
+    successor = started(node)
+    with pytest.raises(Fenced):
+        commit(zombie, 2)
+    assert not commit(successor, 2)
+    assert progress(node)["_source"]["generation"] == 2
+
+
+def test_a_claim_whose_answer_was_lost_is_found(node: OpenSearch, proxy: Proxy) -> None:
+    """E6: by the claim's own id; no second generation is taken."""
+    started(node)
+    proxy.on("PUT", "_doc/pipe").lose_answer()
+    assert sink_on(proxy).claim([TABLE])[TABLE].generation == 2
+    assert progress(node)["_source"]["generation"] == 2
+
+
+def test_of_two_first_claims_both_count(node: OpenSearch, proxy: Proxy) -> None:
+    """E6: the loser of the race reads again and takes the generation after it."""
+    rival = sink_on(node)
+    proxy.on("PUT", "_create/pipe").call_before(lambda: rival.claim([TABLE]))
+    assert sink_on(proxy).claim([TABLE])[TABLE].generation == 2
+
+
+def test_a_claim_gives_way_to_a_rival_that_always_wins(node: OpenSearch, proxy: Proxy) -> None:
+    """E6: within a bound."""
+    rival = sink_on(node)
+    rival.claim([TABLE])
+    proxy.on("PUT", "_doc/pipe", times=None).call_before(lambda: rival.claim([TABLE]))
+    with pytest.raises(Fenced):
+        sink_on(proxy).claim([TABLE])
+
+
+@pytest.mark.parametrize("fault", ["lose_answer", "answer_500_after"])
+def test_a_commit_whose_answer_was_lost_is_found_and_not_repeated(
+    node: OpenSearch, proxy: Proxy, fault: str
+) -> None:
+    """E3: read-back."""
+    sink = started(proxy)
+    getattr(proxy.on("PUT", "_doc/pipe"), fault)()
+    assert commit(sink, 1)
+    assert progress(node)["_version"] == 2
+    assert not commit(sink, 2)
+
+
+@pytest.mark.parametrize("fault", ["cut_before", "refuse"])
+def test_a_commit_that_did_not_arrive_is_made_again(
+    node: OpenSearch, proxy: Proxy, fault: str
+) -> None:
+    """E3: an unknown outcome is settled by reading back."""
+    sink = started(proxy)
+    rule = proxy.on("PUT", "_doc/pipe")
+    rule.refuse(503) if fault == "refuse" else rule.cut_before()
+    assert not commit(sink, 1)
+    assert progress(node)["_version"] == 2
+
+
+def test_a_conflict_with_ones_own_commit_is_a_success(node: OpenSearch, proxy: Proxy) -> None:
+    """E3: the request was sent twice on its way, and the second copy is answered."""
+    sink = started(proxy)
+    reports = send(sink, changes(["a"]))
+    written = Written(epoch=epoch(1), reports=reports, skipped=0, writer=None, labels={})
+    twin = started_twin(node, sink)
+    proxy.on("PUT", "_doc/pipe").call_before(lambda: twin.commit(written))
+    (committed,) = sink.commit(written)
+    assert committed.duplicate
+    assert progress(node)["_version"] == 2
+
+
+def started_twin(node: OpenSearch, sink: OpenSearchSink) -> OpenSearchSink:
+    """A sink that knows and does all that another one does."""
+    twin = sink_on(node)
+    twin._state = sink._state
+    return twin
+
+
+def test_an_epoch_that_does_not_join_on_is_refused(node: OpenSearch) -> None:
+    """E3: continuity; somebody put the progress back."""
+    sink = started(node)
+    commit(sink, 1)
+    older = progress(node)["_source"]
+    commit(sink, 2)
+    ask(node, "PUT", "/icestream-progress/_doc/pipe", older)
+    with pytest.raises(ProgressLost):
+        commit(sink, 3)
+    ask(node, "DELETE", "/icestream-progress/_doc/pipe")
+    with pytest.raises(ProgressLost):
+        commit(sink, 3)
+
+
+def test_an_index_that_was_deleted_or_made_anew_is_noticed(node: OpenSearch) -> None:
+    """E3: progress without its documents is none; at a commit and at a start."""
+    sink = started(node)
+    commit(sink, 1)
+    ask(node, "DELETE", "/shop.orders")
+    with pytest.raises(ProgressLost, match="is gone"):
+        sink_on(node).claim([TABLE])
+    # The worker's request makes the index anew.
+    with pytest.raises(ProgressLost, match="made anew"):
+        commit(sink, 2)
+    with pytest.raises(ProgressLost) as refused:
+        sink_on(node).claim([TABLE])
+    assert "delete document pipe of index icestream-progress" in str(refused.value.hint)
+    assert progress(node)["_source"]["epoch"] == 1
+    assert sink.status([TABLE])[0]["state"] == "lost"
+    ask(node, "DELETE", "/icestream-progress/_doc/pipe")
+    assert sink_on(node).claim([TABLE])[TABLE].epoch == 0
+
+
+def test_a_crash_after_the_swap_is_found_durable(
+    node: OpenSearch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """E3: before the swap nothing is durable, after it everything."""
+    sink = started(node)
+    monkeypatch.setenv("ICESTREAM_FAILPOINTS", "before-swap=error")
+    with pytest.raises(FailpointError):
+        commit(sink, 1)
+    assert sink_on(node).durable([TABLE])[TABLE].epoch == 0
+    monkeypatch.setenv("ICESTREAM_FAILPOINTS", "after-swap=error")
+    with pytest.raises(FailpointError):
+        commit(sink, 1)
+    assert sink_on(node).durable([TABLE])[TABLE].epoch == 1
+
+
+def test_hosts_that_are_down_are_unavailable(
+    node: OpenSearch, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """O11: a start without a cluster, and a commit that outlives one."""
+    monkeypatch.setattr(client, "RETRY_SECONDS_MAX", 0.2)
+    sink = started(proxy)
+    proxy.down()
+    with pytest.raises(TargetUnavailable):
+        sink_on(proxy).durable([TABLE])
+    with pytest.raises(TargetUnavailable):
+        commit(sink, 1)
+    proxy.up()
+    assert not commit(sink, 1)
+
+
+# Each rule is needed
+
+
+def test_without_the_swap_a_zombie_takes_the_pipeline_back(
+    node: OpenSearch, proxy: Proxy, rules_off: SetRules
+) -> None:
+    """E6: a claim between check and swap is lost, and two runs believe to own the pipeline."""
+    zombie = started(proxy)
+    proxy.on("PUT", "_doc/pipe").call_before(lambda: sink_on(node).claim([TABLE]))
+    with pytest.raises(Fenced):
+        commit(zombie, 1)
+    assert progress(node)["_source"]["generation"] == 2
+    rules_off("swap")
+    zombie = started(proxy)
+    proxy.on("PUT", "_doc/pipe").call_before(lambda: sink_on(node).claim([TABLE]))
+    commit(zombie, 1)
+    assert progress(node)["_source"]["generation"] == 3
+
+
+def test_without_fence_and_continuity_a_zombie_puts_the_frontier_back(
+    node: OpenSearch, rules_off: SetRules
+) -> None:
+    """E3, E6: each of the two covers for the other."""
+    zombie = started(node)
+    successor = started(node)
+    commit(successor, 1)
+    commit(successor, 2)
+    for rules in (("fence",), ("continuity",)):
+        rules_off(*rules)
+        with pytest.raises(Fenced):
+            commit(zombie, 1)
+    rules_off("fence", "continuity")
+    commit(zombie, 1)
+    found = progress(node)["_source"]
+    assert (found["generation"], found["epoch"]) == (1, 1)
+
+
+def test_without_continuity_an_epoch_is_left_out(node: OpenSearch, rules_off: SetRules) -> None:
+    """E3: the frontier jumps over what was undone."""
+    sink = started(node)
+    commit(sink, 1)
+    older = progress(node)["_source"]
+    commit(sink, 2)
+    ask(node, "PUT", "/icestream-progress/_doc/pipe", older)
+    rules_off("continuity")
+    commit(sink, 3)
+    assert progress(node)["_source"]["lower"] == at(2).to_json()
+
+
+def test_without_read_back_an_epoch_that_landed_is_taken_for_a_rivals(
+    node: OpenSearch, proxy: Proxy, rules_off: SetRules
+) -> None:
+    """E3: and with continuity off as well it is published twice."""
+    sink = started(proxy)
+    rules_off("read-back")
+    proxy.on("PUT", "_doc/pipe").lose_answer()
+    with pytest.raises(Fenced):
+        commit(sink, 1)
+    sink = started(proxy)
+    rules_off("read-back", "continuity")
+    before = progress(node)["_version"]
+    proxy.on("PUT", "_doc/pipe").lose_answer()
+    commit(sink, 2)
+    assert progress(node)["_version"] == before + 2
