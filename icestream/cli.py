@@ -1,4 +1,4 @@
-"""The command line: run, check, status, rollback, demo.
+"""The command line: run, check, status, changes, rollback, demo.
 
 Data goes to stdout, talk to stderr. Exit codes: 0 done, 1 could not (may succeed later), 2 the
 configuration is wrong, 3 an operator must decide, 4 fenced by a newer run, 5 an invariant broke.
@@ -10,23 +10,33 @@ import logging
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
+from icestream import spark as sessions
 from icestream.config import (
     Config,
     PipelineConfig,
+    SparkOptions,
     load,
     open_pipeline,
     open_session,
     open_sink,
     open_source,
+    open_table,
 )
 from icestream.demo import run_demo
 from icestream.epoch import resume_point
 from icestream.errors import ConfigInvalid, IcestreamError
+from icestream.iceberg.catalog import Table, catalog_properties
+from icestream.iceberg.snapshots import History
 from icestream.pipeline import Pipeline
+from icestream.sinks.iceberg import IcebergSink
+from icestream.sinks.opensearch import OpenSearchOptions
+from icestream.sources.iceberg import IcebergSourceOptions
+from icestream.sources.iceberg.changelog import changelog
 from icestream.status import JsonFormatter, StatusServer, TextFormatter, pipeline_status
+from icestream.worker import events_as_json
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="icestream", description="Change data capture into Apache Iceberg, exactly once."
+        prog="icestream",
+        description="Change data capture into and out of Apache Iceberg, exactly once.",
     )
     commands = parser.add_subparsers(required=True, metavar="command")
     with_file = argparse.ArgumentParser(add_help=False, parents=[_shared_options("info")])
@@ -82,6 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     way.add_argument("--replay", action="store_true", help="apply the undone epochs again")
     way.add_argument("--accept", action="store_true", help="leave them undone and go on")
     rollback.set_defaults(command=_rollback)
+    _add_changes(commands)
     demo = commands.add_parser(
         "demo", parents=[_shared_options("warning")], help="show the main job end to end"
     )
@@ -89,6 +101,29 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--folder", default="icestream-demo", help="where the demo keeps its files")
     demo.set_defaults(command=_demo)
     return parser
+
+
+def _add_changes(commands: Any) -> None:
+    changes = commands.add_parser(
+        "changes", parents=[_shared_options("warning")], help="print the changes of a table"
+    )
+    changes.add_argument("table", help="the table, with its namespace")
+    changes.add_argument(
+        "--from", dest="start", type=int, metavar="SNAPSHOT", help="after this one; else all"
+    )
+    changes.add_argument(
+        "--to", dest="end", type=int, metavar="SNAPSHOT", help="up to this one; else the newest"
+    )
+    changes.add_argument(
+        "--by", action="append", default=[], metavar="COLUMN", help="identifier column; repeat it"
+    )
+    changes.add_argument("--net", action="store_true", help="only the difference between the two")
+    changes.add_argument("--file", help="a pipeline file whose catalog has the table")
+    changes.add_argument("--pipeline", help="the pipeline in it")
+    changes.add_argument(
+        "--catalog", action="append", default=[], metavar="KEY=VALUE", help="property of a catalog"
+    )
+    changes.set_defaults(command=_changes)
 
 
 def _shared_options(log_level: str) -> argparse.ArgumentParser:
@@ -182,11 +217,10 @@ def _check(options: argparse.Namespace) -> int:
 def _check_one(pipeline: PipelineConfig, spark: Any) -> dict[str, Any]:
     source, sink = open_source(pipeline, spark), open_sink(pipeline, spark)
     tables = list(source.tables())
-    heads = sink.heads(tables)
-    progress = {name: head.progress for name, (_, head) in heads.items() if head.progress}
+    progress = sink.durable(tables)
     source.verify(resume_point(progress).at)
     source.close()
-    return {"pipeline": pipeline.name, "tables": tables, "existing": sorted(heads)}
+    return {"pipeline": pipeline.name, "tables": tables, "existing": sorted(progress)}
 
 
 def _status(options: argparse.Namespace) -> int:
@@ -216,12 +250,61 @@ def _rollback(options: argparse.Namespace) -> int:
     spark = open_session(config, chosen)
     try:
         sink, source = open_sink(chosen[0], spark), open_source(chosen[0], spark)
+        if not isinstance(sink, IcebergSink):
+            raise ConfigInvalid(
+                f"pipeline {chosen[0].name} does not write to Iceberg tables",
+                hint="To follow a rolled-back table, remove the pipeline's progress document and "
+                "its index; the table is then loaded anew.",
+            )
         progress = sink.settle_rollback(options.table, options.replay)
         row = {"table": options.table, "goes_on_after": source.position(progress.upper)}
     finally:
         spark.stop()
     _print([row], options.json, lambda row: f"{row['table']}: goes on after {row['goes_on_after']}")
     return 0
+
+
+def _changes(options: argparse.Namespace) -> int:
+    catalog, settings = _catalog_of(options)
+    spark = sessions.session([catalog_properties(catalog)], settings.master, settings.conf)
+    try:
+        table = open_table(catalog, options.table, spark)
+        end = options.end or _newest(table)
+        events = changelog(spark, table, options.start, end, options.by, options.net)
+        for row in events_as_json(events):
+            line = json.dumps(row, ensure_ascii=False) if options.json else _change_line(row)
+            sys.stdout.write(f"{line}\n")
+    finally:
+        spark.stop()
+    return 0
+
+
+def _newest(table: Table) -> int:
+    head = History(table).head("main")
+    if head is None:
+        raise ConfigInvalid(f"table {table.name} has no snapshot")
+    return head.id
+
+
+def _catalog_of(options: argparse.Namespace) -> tuple[Mapping[str, str], SparkOptions]:
+    """The catalog that the options name, and the settings of the session."""
+    given = [text.partition("=") for text in options.catalog]
+    if any(not equals for _, equals, _ in given):
+        raise ConfigInvalid("--catalog needs key=value", hint="For example --catalog type=rest.")
+    if not options.file:
+        return {key: value for key, _, value in given}, SparkOptions()
+    config = load(options.file)
+    chosen = config.pick([options.pipeline] if options.pipeline else [])[0]
+    side = chosen.source if isinstance(chosen.source, IcebergSourceOptions) else chosen.sink
+    catalog = side.catalog if not isinstance(side, OpenSearchOptions) else {}
+    return {**catalog, **{key: value for key, _, value in given}}, config.spark
+
+
+def _change_line(row: dict[str, Any]) -> str:
+    found = {name: value for name, value in row["row"].items() if value is not None}
+    values = "  ".join(f"{name}={value}" for name, value in found.items())
+    number, name = row["iceberg_snapshot_id"], row["iceberg_operation"]
+    return f"{number}  {name:12}  {row['document_id'] or '-'}  {values}"
 
 
 def _demo(options: argparse.Namespace) -> int:

@@ -22,25 +22,27 @@ from pyspark.sql import SparkSession
 
 from icestream import spark as sessions
 from icestream.errors import ConfigInvalid, keep_secret
-from icestream.iceberg.catalog import Catalog
+from icestream.iceberg.catalog import Catalog, Table, TableName, catalog_properties
 from icestream.pipeline import Cadence, Pipeline
-from icestream.sinks.iceberg import (
-    ANY_TABLE,
-    IcebergSink,
-    IcebergSinkOptions,
-    TableOptions,
-    catalog_properties,
-)
+from icestream.sinks.iceberg import ANY_TABLE, IcebergSink, IcebergSinkOptions, TableOptions
+from icestream.sinks.opensearch import OpenSearchOptions, OpenSearchSink
 from icestream.sources import Source
 from icestream.sources.cockroachdb import CockroachdbFiles, CockroachdbOptions, IndexTask
+from icestream.sources.iceberg import IcebergSource, IcebergSourceOptions, IcebergTableOptions
 from icestream.sources.postgres import PostgresOptions, PostgresSource
-from icestream.worker import map_tasks, write_epoch
+from icestream.worker import map_tasks, write_epoch, write_events
 
-SOURCES: dict[str, type] = {"cockroachdb": CockroachdbOptions, "postgres": PostgresOptions}
-SINKS: dict[str, type] = {"iceberg": IcebergSinkOptions}
+SOURCES: dict[str, type] = {
+    "cockroachdb": CockroachdbOptions,
+    "iceberg": IcebergSourceOptions,
+    "postgres": PostgresOptions,
+}
+SINKS: dict[str, type] = {"iceberg": IcebergSinkOptions, "opensearch": OpenSearchOptions}
 # How often a slot moves on while the pipeline's own tables are idle and others are not.
 SLOT_HEARTBEAT_SECONDS = 300.0
 _RESERVED = "spark"
+# Stands at the top of Data Prepper's files and says nothing about a pipeline.
+_FILE_VERSION = "version"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _SECRET = re.compile(r"\$\{env:([A-Za-z_][A-Za-z0-9_]*)\}")
 _DURATION = re.compile(
@@ -48,6 +50,8 @@ _DURATION = re.compile(
     r"(?:(?P<seconds>\d+(?:\.\d+)?)S)?)?",
     re.IGNORECASE,
 )
+_SHORT_DURATION = re.compile(r"(?P<number>\d+)(?P<unit>ms|s|m|h|d)")
+_UNIT_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _SINK_URL = "iceberg"
 
 
@@ -64,8 +68,8 @@ class PipelineConfig:
     """One pipeline: a source, a sink, and how often."""
 
     name: str
-    source: CockroachdbOptions | PostgresOptions
-    sink: IcebergSinkOptions
+    source: CockroachdbOptions | PostgresOptions | IcebergSourceOptions
+    sink: IcebergSinkOptions | OpenSearchOptions
     cadence: Cadence = field(default_factory=Cadence)
 
     def __post_init__(self) -> None:
@@ -73,6 +77,13 @@ class PipelineConfig:
             raise ConfigInvalid(
                 f"{self.name!r} cannot be a pipeline's name",
                 hint="Use letters, digits, '_', '-' and '.', and begin with a letter or digit.",
+            )
+        out = isinstance(self.source, IcebergSourceOptions)
+        if out != isinstance(self.sink, OpenSearchOptions):
+            raise ConfigInvalid(
+                f"pipeline {self.name} joins a source and a sink that do not fit",
+                hint="Changes go from an iceberg source to an opensearch sink, and from every "
+                "other source to an iceberg sink.",
             )
 
 
@@ -118,6 +129,8 @@ def parse(document: object) -> Config:
         )
     resolved = _with_secrets(document, "")
     spark = _options(SparkOptions, resolved.get(_RESERVED) or {}, _RESERVED)
+    if isinstance(resolved.get(_FILE_VERSION), str | int):
+        del resolved[_FILE_VERSION]
     pipelines = [_pipeline(str(name), body) for name, body in resolved.items() if name != _RESERVED]
     if not pipelines:
         raise ConfigInvalid("the pipeline file names no pipeline")
@@ -146,7 +159,7 @@ def _pipeline(name: str, body: object) -> PipelineConfig:
             hint="Name the folder that the changefeed writes to, "
             "such as `files: s3://feeds/shop/`.",
         )
-    _one_table_for_a_url(body["sink"], source, sink, name)
+    _one_table_for_a_url(body["sink"], source, name)
     return PipelineConfig(
         name=name, source=source, sink=sink, cadence=_options(Cadence, cadence, name)
     )
@@ -163,15 +176,15 @@ def _connector(body: object, kinds: Mapping[str, type], place: str) -> Any:
     return _options(kinds[kind], options or {}, f"{place}.{kind}")
 
 
-def _sink(body: object, place: str) -> IcebergSinkOptions:
+def _sink(body: object, place: str) -> IcebergSinkOptions | OpenSearchOptions:
     if isinstance(body, list):
         if len(body) != 1:
             raise ConfigInvalid(f"{place} must name one sink")
         body = body[0]
     if isinstance(body, str):
         return parse_sink_url(body)
-    options: IcebergSinkOptions = _connector(body, SINKS, place)
-    if options.format_version not in (2, 3):
+    options: IcebergSinkOptions | OpenSearchOptions = _connector(body, SINKS, place)
+    if isinstance(options, IcebergSinkOptions) and options.format_version not in (2, 3):
         raise ConfigInvalid(f"{place}.iceberg.format_version must be 2 or 3")
     return options
 
@@ -202,7 +215,7 @@ def parse_sink_url(url: str) -> IcebergSinkOptions:
     )
 
 
-def _one_table_for_a_url(body: object, source: Any, sink: IcebergSinkOptions, name: str) -> None:
+def _one_table_for_a_url(body: object, source: Any, name: str) -> None:
     if isinstance(body, str) and len(source.tables) > 1:
         raise ConfigInvalid(
             f"{name}.sink names one table and {name}.source has {len(source.tables)}",
@@ -212,7 +225,13 @@ def _one_table_for_a_url(body: object, source: Any, sink: IcebergSinkOptions, na
 
 def catalogs(configs: Sequence[PipelineConfig]) -> list[dict[str, str]]:
     """The properties of every catalog that these pipelines use."""
-    return [catalog_properties(config.sink) for config in configs]
+    maps: list[Mapping[str, str]] = []
+    for config in configs:
+        if isinstance(config.sink, IcebergSinkOptions):
+            maps.append(config.sink.catalog)
+        if isinstance(config.source, IcebergSourceOptions):
+            maps += [table.catalog or config.source.catalog for table in config.source.tables]
+    return [catalog_properties(each) for each in maps]
 
 
 def open_session(config: Config, pipelines: Sequence[PipelineConfig]) -> SparkSession:
@@ -220,17 +239,42 @@ def open_session(config: Config, pipelines: Sequence[PipelineConfig]) -> SparkSe
     return sessions.session(catalogs(pipelines), config.spark.master, config.spark.conf)
 
 
-def open_sink(config: PipelineConfig, spark: SparkSession) -> IcebergSink:
-    """The pipeline's sink, connected to its catalog."""
-    properties = catalog_properties(config.sink)
+def open_catalog(catalog: Mapping[str, str], spark: SparkSession) -> Catalog:
+    """The catalog that a map describes."""
+    properties = catalog_properties(catalog)
     _make_folders(properties)
-    catalog = Catalog(spark._jvm, spark._jsparkSession.sessionState().newHadoopConf(), properties)
+    return Catalog(spark._jvm, spark._jsparkSession.sessionState().newHadoopConf(), properties)
+
+
+def open_table(catalog: Mapping[str, str], name: str, spark: SparkSession) -> Table:
+    """A table of a catalog, by its name with its namespace; it must exist."""
+    *namespace, last = name.split(".")
+    table = open_catalog(catalog, spark).load(TableName(namespace=tuple(namespace), name=last))
+    if table is None:
+        raise ConfigInvalid(
+            f"there is no table {name}", hint="Name it with its namespace, as in `shop.orders`."
+        )
+    return table
+
+
+def open_sink(config: PipelineConfig, spark: SparkSession) -> IcebergSink | OpenSearchSink:
+    """The pipeline's sink, connected."""
+    if isinstance(config.sink, OpenSearchOptions):
+        return OpenSearchSink(config.sink, config.name)
+    catalog = open_catalog(config.sink.catalog, spark)
     return IcebergSink(catalog, config.sink, config.name, partial(sessions.stored_rows, spark))
 
 
 def open_source(config: PipelineConfig, spark: SparkSession) -> Source:
     """The pipeline's source."""
     options = config.source
+    if isinstance(options, IcebergSourceOptions):
+        shared = options.catalog
+
+        def table(named: IcebergTableOptions) -> Table:
+            return open_table(named.catalog or shared, named.table_name, spark)
+
+        return IcebergSource(options, spark, table)
     if isinstance(options, PostgresOptions):
         parallelism = spark.sparkContext.defaultParallelism
         return PostgresSource(options, config.name, config.cadence.epoch_bytes_max, parallelism)
@@ -247,6 +291,12 @@ def open_pipeline(config: PipelineConfig, spark: SparkSession) -> Pipeline:
     cadence = config.cadence
     if cadence.heartbeat_interval is None and isinstance(config.source, PostgresOptions):
         cadence = dataclasses.replace(cadence, heartbeat_interval=SLOT_HEARTBEAT_SECONDS)
+    if isinstance(config.source, IcebergSourceOptions):
+        # One after the other: what a document becomes must never depend on which epoch is faster.
+        cadence = dataclasses.replace(
+            cadence, commit_interval=config.source.interval, epochs_in_flight=1
+        )
+        return Pipeline(config.name, source, sink, cadence, partial(write_events, spark))
     return Pipeline(config.name, source, sink, cadence, partial(write_epoch, spark))
 
 
@@ -310,9 +360,12 @@ def _scalar(hint: type, value: object, place: str) -> Any:
 
 
 def parse_duration(value: object, place: str) -> float:
-    """Seconds from an ISO 8601 duration (`PT10S`, `PT1M30S`, `P1D`) or a number."""
+    """Seconds from an ISO 8601 duration (`PT10S`, `PT1M30S`, `P1D`), `30s` or a number."""
     if isinstance(value, int | float) and not isinstance(value, bool) and value >= 0:
         return float(value)
+    short = _SHORT_DURATION.fullmatch(value) if isinstance(value, str) else None
+    if short:
+        return float(short["number"]) * _UNIT_SECONDS[short["unit"]]
     found = _DURATION.fullmatch(value) if isinstance(value, str) else None
     if not found or not any(found.groups()):
         raise ConfigInvalid(

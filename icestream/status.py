@@ -14,6 +14,8 @@ from pyspark.sql import SparkSession
 from icestream.config import PipelineConfig, open_sink, open_source
 from icestream.errors import ConfigInvalid, shown
 from icestream.pipeline import Pipeline
+from icestream.sinks.opensearch import OpenSearchSink
+from icestream.sources import Source
 
 _PLAIN = set(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
 
@@ -62,10 +64,12 @@ def _health(pipelines: Sequence[Pipeline]) -> bytes:
 def pipeline_status(config: PipelineConfig, spark: SparkSession) -> list[dict[str, Any]]:
     """What each table of a pipeline remembers: the last epoch, its position and its snapshot."""
     source, sink = open_source(config, spark), open_sink(config, spark)
+    if isinstance(sink, OpenSearchSink):
+        return [_document_status(row, source) for row in sink.status(source.known_tables())]
     rows = []
     for table, (handle, head) in sorted(sink.heads(source.known_tables()).items()):
         progress, snapshot_id = head.progress, head.progress_snapshot_id
-        committed = handle.last_epoch_snapshot(config.name, config.sink.branch)
+        committed = handle.last_epoch_snapshot(config.name, sink.branch)
         rows.append(
             {
                 "pipeline": config.name,
@@ -82,6 +86,11 @@ def pipeline_status(config: PipelineConfig, spark: SparkSession) -> list[dict[st
             }
         )
     return rows
+
+
+def _document_status(row: dict[str, Any], source: Source) -> dict[str, Any]:
+    upper = row.pop("upper")
+    return {**row, "position": source.position(upper), "snapshot_id": None}
 
 
 def _table_state(head: Any) -> str:

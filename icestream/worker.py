@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import pandas as pd
@@ -143,6 +143,15 @@ def write_events(
         finally:
             split.close()
     return Outcome(reports=reports, rows=read, learned=[])
+
+
+def events_as_json(events: DataFrame) -> Iterator[dict[str, Any]]:
+    """Events as plain data, one after the other; only a part of them is held at a time."""
+    exact = F.col(changelog.ROW).cast(_exact_in_json(events.schema[changelog.ROW].dataType))
+    whole = F.struct(*events.drop(changelog.ROW).columns, exact.alias(changelog.ROW))
+    texts = events.select(F.to_json(whole, {**_JSON_FORMATS, "ignoreNullFields": "false"}))
+    for line in texts.toLocalIterator():
+        yield json.loads(line[0])
 
 
 def _documents(events: DataFrame, version: int) -> DataFrame:

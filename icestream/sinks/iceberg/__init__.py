@@ -199,6 +199,7 @@ class IcebergSink:
         self._claim_id = str(uuid.uuid4())
         self._states: dict[str, _TableState] = {}
         self._writers = itertools.count()
+        self.branch = options.branch
         if options.atomic:
             catalog.require_transactions()
 

@@ -20,7 +20,7 @@ from pyspark.sql import DataFrame, SparkSession
 from icestream.epoch import Epoch
 from icestream.errors import ConfigInvalid, ProgressLost
 from icestream.frontier import MINIMUM, Frontier, Position
-from icestream.iceberg.catalog import Catalog, Table, TableName, replaced
+from icestream.iceberg.catalog import Table, replaced
 from icestream.iceberg.snapshots import Files, Snapshot, Stage
 from icestream.schema import Column, TableShape, schema_from_json
 from icestream.sources import FrameSplit, Part, Source
@@ -38,7 +38,9 @@ _MILLISECONDS = 1000.0
 class IcebergTableOptions:
     """What can be said of one table."""
 
-    table_name: str = field(metadata={"doc": "Name in the catalog, with its namespace."})
+    table_name: str = field(
+        default="", metadata={"doc": "Name in the catalog, with its namespace."}
+    )
     catalog: Mapping[str, str] = field(
         default_factory=dict, metadata={"doc": "Catalog of this table, if it has its own."}
     )
@@ -61,7 +63,9 @@ class IcebergTableOptions:
 class IcebergSourceOptions:
     """Options of Iceberg tables as a source."""
 
-    tables: Sequence[IcebergTableOptions] = field(metadata={"doc": "The tables to read."})
+    tables: Sequence[IcebergTableOptions] = field(
+        default=(), metadata={"doc": "The tables to read."}
+    )
     catalog: Mapping[str, str] = field(
         default_factory=dict,
         metadata={"doc": "Handed to Iceberg as it is; an embedded SQLite catalog by default."},
@@ -87,12 +91,13 @@ class IcebergSourceOptions:
         if not self.acknowledgments:
             raise ConfigInvalid(
                 "acknowledgments cannot be switched off",
-                hint="Leave `acknowledgments` out: progress always follows what the sink has taken.",
+                hint="Leave it out: progress always follows what the sink has taken.",
             )
         names = [table.table_name for table in self.tables]
-        if not names or len(set(names)) < len(names):
+        if not names or not all(names) or len(set(names)) < len(names):
+            twice = names and all(names)
             raise ConfigInvalid(
-                "the iceberg source names no table" if not names else "a table is named twice",
+                "a table is named twice" if twice else "the iceberg source lacks a table's name",
                 hint="Write `tables: [{table_name: shop.orders, identifier_columns: [id]}]`.",
             )
 
@@ -146,11 +151,11 @@ class IcebergSource(Source):
         self,
         options: IcebergSourceOptions,
         spark: SparkSession,
-        catalog_of: Callable[[IcebergTableOptions], Catalog],
+        open_table: Callable[[IcebergTableOptions], Table],
     ):
         self._options = options
         self._spark = spark
-        self._catalog_of = catalog_of
+        self._open_table = open_table
         self._followed: dict[str, _Followed] = {}
         self._shapes: dict[str, TableShape] = {}
         self._heads: dict[str, Position] = {}
@@ -221,7 +226,7 @@ class IcebergSource(Source):
         return ", ".join(texts)
 
     def lag_seconds(self, durable: Frontier) -> float | None:
-        """The time between the snapshot that is durable and the newest, of the table behind most."""
+        """Time from the durable snapshot to the newest, of the table that is behind most."""
         lags = []
         for each in self._followed.values():
             numbers = [number for name, number in self._times if name == each.name]
@@ -241,13 +246,7 @@ class IcebergSource(Source):
     def _follow(self, options: IcebergTableOptions) -> _Followed:
         found = self._followed.get(options.table_name)
         if found is None:
-            *namespace, name = options.table_name.split(".")
-            table = self._catalog_of(options).load(TableName(namespace=tuple(namespace), name=name))
-            if table is None:
-                raise ConfigInvalid(
-                    f"there is no table {options.table_name}",
-                    hint="Name it with its namespace, as in `shop.orders`.",
-                )
+            table = self._open_table(options)
             changelog = Changelog(self._spark, table, options.identifier_columns)
             if not changelog.identified:
                 log.warning(

@@ -13,7 +13,7 @@ from icestream.epoch import Epoch, Progress
 from icestream.errors import Broken, ConfigInvalid, Fenced, RolledBack, TargetUnavailable
 from icestream.frontier import START, Frontier
 from icestream.iceberg import progress as summaries
-from icestream.iceberg.catalog import NewTable, TableName
+from icestream.iceberg.catalog import NewTable, TableName, catalog_properties
 from icestream.iceberg.files import DATA, EQUALITY_DELETES, FileClosed
 from icestream.schema import Column, TableShape, new_schema
 from icestream.sinks import StaleWrite, Written
@@ -21,7 +21,6 @@ from icestream.sinks.iceberg import (
     IcebergSink,
     IcebergSinkOptions,
     TableOptions,
-    catalog_properties,
     collect,
 )
 from tests.property.memory import Lake, MemoryCatalog, Wire
@@ -133,7 +132,7 @@ def test_nothing_reported_is_nothing_collected():
 def test_the_embedded_catalog_is_the_default_with_absolute_paths(monkeypatch, tmp_path):
     """I1: a SQLite catalog named icestream and a warehouse under ./icestream-data."""
     monkeypatch.chdir(tmp_path)
-    properties = catalog_properties(IcebergSinkOptions())
+    properties = catalog_properties({})
     assert properties["name"] == "icestream"
     assert properties["uri"] == f"jdbc:sqlite:{tmp_path}/icestream-data/catalog.db"
     assert properties["warehouse"] == f"{tmp_path}/icestream-data/warehouse"
@@ -144,16 +143,16 @@ def test_a_given_catalog_is_handed_on_as_it_is():
     """I1: configured as a plain map handed to Iceberg."""
     given = {"type": "rest", "uri": "http://localhost:8181", "warehouse": "s3://lake/", "x": 1}
     expected = {**given, "x": "1"}
-    assert catalog_properties(IcebergSinkOptions(catalog=given)) == expected
+    assert catalog_properties(given) == expected
     named = {"type": "rest", "uri": "http://localhost:8181", "warehouse": "prod"}
-    assert catalog_properties(IcebergSinkOptions(catalog=named)) == named
+    assert catalog_properties(named) == named
 
 
 def test_relative_paths_of_a_local_catalog_become_absolute(monkeypatch, tmp_path):
     """U7: every process means the same place."""
     monkeypatch.chdir(tmp_path)
     given = {"type": "jdbc", "uri": "jdbc:sqlite:lake.db", "warehouse": "./warehouse"}
-    properties = catalog_properties(IcebergSinkOptions(catalog=given))
+    properties = catalog_properties(given)
     assert properties["uri"] == f"jdbc:sqlite:{tmp_path}/lake.db"
     assert properties["warehouse"] == str(Path(tmp_path, "warehouse"))
 
