@@ -4,6 +4,7 @@ A source names boundaries up to which everything has arrived (`available`), hand
 an epoch (`splits`), and is told what is durable (`ack`). It never acknowledges by itself.
 """
 
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -107,19 +108,26 @@ class FrameSplit(Part, Protocol):
 
 
 class Source(Protocol):
-    """Where changes come from. Used by the coordinator alone, from one thread at a time."""
+    """Where changes come from. Used by the coordinator alone, from one thread at a time.
+
+    A source subclasses it. What is not abstract has the answer of a source that the question does
+    not concern: it keeps nothing, empties nothing, has nothing to say or to let go. Whether there
+    is history has no such answer, because a wrong "no" would lose rows.
+    """
 
     keyed: bool
     """All changes of a key are in one split of an epoch; else they are brought together first."""
 
+    @abstractmethod
     def tables(self) -> Sequence[str]:
         """The tables known so far; more may appear with later epochs."""
         ...
 
     def known_tables(self) -> Sequence[str]:
         """The tables that can be named without asking where the changes come from."""
-        ...
+        return ()
 
+    @abstractmethod
     def shape(self, table: str) -> TableShape | None:
         """Columns and key for a table that must be created, known once it has splits.
 
@@ -127,10 +135,12 @@ class Source(Protocol):
         """
         ...
 
+    @abstractmethod
     def has_history(self, table: str, before: Frontier) -> bool:
         """Whether the source may still serve changes of the table that lie before a frontier."""
         ...
 
+    @abstractmethod
     def available(self, lower: Frontier) -> Sequence[Frontier]:
         """Upper bounds of the next epochs after `lower`, ascending; empty when nothing is new.
 
@@ -140,58 +150,60 @@ class Source(Protocol):
 
     def verify(self, durable: Frontier) -> None:
         """Raise what would stop a run that goes on from `durable`; nothing is changed."""
-        ...
+        return None
 
     def milestone(self, epoch: Epoch) -> bool:
         """Whether an epoch must be made durable at once, even when it brings no change."""
-        ...
+        return False
 
     def caught_up(self, frontier: Frontier) -> bool:
         """Whether all that was there when the source was first asked lies before a frontier.
 
         A single run ends there although more keeps coming. False when only `available` can tell.
         """
-        ...
+        return False
 
     def give_up(self) -> None:
         """Told after `SplitsLost`: what is not durable will be asked for anew."""
-        ...
+        return None
 
+    @abstractmethod
     def splits(self, epoch: Epoch) -> Sequence[Part]:
         """The parts that hold the epoch's changes; empty when it has none."""
         ...
 
     def emptied(self, epoch: Epoch) -> frozenset[str]:
         """Tables whose older rows all go in this epoch; its splits hold only what came after."""
-        ...
+        return frozenset()
 
     def unclaimed(self, tables: Sequence[str]) -> None:
         """Told at the start: the pipeline has never owned these tables at the destination.
 
         They are new, or someone dropped them: what was said to be durable of them is not there.
         """
-        ...
+        return None
 
     def learn(self, learned: Any) -> None:
         """Take in what reading a split has taught; called with what its `learned()` returned."""
-        ...
+        return None
 
     def summary(self, epoch: Epoch) -> Mapping[str, str]:
         """Entries of its own that the source wants in the summary of the epoch's snapshots."""
-        ...
+        return {}
 
+    @abstractmethod
     def position(self, frontier: Frontier) -> str:
         """A frontier in the source's own words, for people."""
         ...
 
     def lag_seconds(self, durable: Frontier) -> float | None:
         """How far behind the newest known change the durable frontier is."""
-        ...
+        return None
 
     def ack(self, durable: Frontier) -> None:
         """Everything before `durable` is committed and may be forgotten."""
-        ...
+        return None
 
     def close(self) -> None:
         """Let go of connections."""
-        ...
+        return None

@@ -52,6 +52,7 @@ from icestream.schema import (
     parse_type,
     schema_from_json,
 )
+from icestream.sources import Source
 from icestream.sources.json_cells import Cells, Kind, MalformedJson, elements, lines, members
 
 T = TypeVar("T")
@@ -581,8 +582,12 @@ class IndexTask:
         return self.file.path, (edges["min"], 0), (edges["max"] + 1, 0)
 
 
-class CockroachdbFiles:
-    """The source over a folder of changefeed files; see the module and `Source`."""
+class CockroachdbFiles(Source):
+    """The source over a folder of changefeed files; see the module and `Source`.
+
+    The files are the feed's and stay, so nothing is acknowledged or given up. What they hold of a
+    table that is new to the lake is found by `has_history`, and a truncation is told row by row.
+    """
 
     keyed = False
 
@@ -678,24 +683,6 @@ class CockroachdbFiles:
         """Look once for what comes next."""
         self.available(durable)
 
-    def give_up(self) -> None:
-        """Nothing: files stay."""
-
-    def milestone(self, epoch: Epoch) -> bool:
-        """None: an epoch without changes can always be found again."""
-        return False
-
-    def caught_up(self, frontier: Frontier) -> bool:
-        """Never said: the folder tells, when it has no newer marker."""
-        return False
-
-    def emptied(self, epoch: Epoch) -> frozenset[str]:
-        """None: a changefeed tells a truncation row by row."""
-        return frozenset()
-
-    def unclaimed(self, tables: Sequence[str]) -> None:
-        """Nothing: what the files hold of such tables is found by `has_history`."""
-
     def learn(self, learned: Mapping[str, tuple[Position, Position]]) -> None:
         """Remember the span of timestamps of files that were read, so that none is read in vain."""
         self._spans.update(learned)
@@ -722,12 +709,6 @@ class CockroachdbFiles:
         if resolved is None or not self._markers:
             return None
         return max(0.0, (max(self._markers)[0] - resolved[0]) / 1e9)
-
-    def ack(self, durable: Frontier) -> None:
-        """Files are the feed's; nothing is told to it."""
-
-    def close(self) -> None:
-        """There is nothing to close."""
 
     def _wanted(self, topic: str) -> bool:
         wanted = self._options.tables

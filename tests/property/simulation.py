@@ -54,6 +54,7 @@ from icestream.pipeline import Cadence, Pipeline
 from icestream.schema import Column, SchemaGap, TableShape
 from icestream.sinks.iceberg import IcebergSink, IcebergSinkOptions
 from icestream.sinks.iceberg.writer import IcebergWriter
+from icestream.sources import Source
 from icestream.worker import Outcome
 from tests.property.memory import Lake, MemoryCatalog, Snapshot, Wire
 
@@ -205,7 +206,7 @@ class StreamSplit:
         return None
 
 
-class StreamSource:
+class StreamSource(Source):
     """The `Source` of one process; what it was told to forget it no longer serves."""
 
     keyed = True
@@ -220,24 +221,6 @@ class StreamSource:
 
     def shape(self, table: str) -> TableShape:
         return TableShape(columns=[Column(name="position", type=LongType())], key=["position"])
-
-    def verify(self, durable: Frontier) -> None:
-        return None
-
-    def give_up(self) -> None:
-        return None
-
-    def milestone(self, epoch: Epoch) -> bool:
-        return False
-
-    def caught_up(self, frontier: Frontier) -> bool:
-        return False
-
-    def emptied(self, epoch: Epoch) -> frozenset[str]:
-        return frozenset()
-
-    def unclaimed(self, tables: Sequence[str]) -> None:
-        return None
 
     def has_history(self, table: str, before: Frontier) -> bool:
         upper = before[PARTITION][0] if before[PARTITION] else 0
@@ -275,17 +258,11 @@ class StreamSource:
             ]
         return found
 
-    def learn(self, learned: object) -> None:
-        """There is nothing to learn."""
-
     def summary(self, epoch: Epoch) -> Mapping[str, str]:
         return {"simulated.files": "{data}"}
 
     def position(self, frontier: Frontier) -> str:
         return str(frontier[PARTITION])
-
-    def lag_seconds(self, durable: Frontier) -> float | None:
-        return None
 
     def ack(self, durable: Frontier) -> None:
         self._process.moment()
@@ -295,9 +272,6 @@ class StreamSource:
         if self._world.weather.forgetful:
             self._stream.acked = max(self._stream.acked, upper)
         self._process.moment()
-
-    def close(self) -> None:
-        """There is nothing to close."""
 
     def _served(self, lower: Frontier) -> int:
         start = lower[PARTITION][0] if lower[PARTITION] else 0

@@ -1,7 +1,7 @@
 """The loop orders mint, write, commit and ack, and goes on exactly where the tables are."""
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from icestream.iceberg.files import DATA, FileClosed
 from icestream.pipeline import Cadence, Pipeline, State
 from icestream.schema import Column, SchemaGap, TableShape
 from icestream.sinks.iceberg import IcebergSink, IcebergSinkOptions
+from icestream.sources import Source
 from icestream.worker import Outcome
 from tests.property.memory import Lake, MemoryCatalog, Snapshot
 
@@ -62,7 +63,7 @@ def frontier(position: int) -> Frontier:
     return Frontier({"log": (position,)}) if position else START
 
 
-class LogSource:
+class LogSource(Source):
     """A log of table names with fixed boundaries; it notes what it is asked and told."""
 
     keyed = True
@@ -79,24 +80,6 @@ class LogSource:
 
     def shape(self, table: str) -> TableShape | None:
         return SHAPE
-
-    def verify(self, durable: Frontier) -> None:
-        return None
-
-    def give_up(self) -> None:
-        return None
-
-    def milestone(self, epoch: Epoch) -> bool:
-        return False
-
-    def caught_up(self, frontier: Frontier) -> bool:
-        return False
-
-    def emptied(self, epoch: Epoch) -> frozenset[str]:
-        return frozenset()
-
-    def unclaimed(self, tables: Sequence[str]) -> None:
-        return None
 
     def has_history(self, table: str, before: Frontier) -> bool:
         upper = before["log"][0] if before["log"] else 0
@@ -124,9 +107,6 @@ class LogSource:
 
     def learn(self, learned: Any) -> None:
         self.notes.append(f"learn {learned}")
-
-    def summary(self, epoch: Epoch) -> Mapping[str, str]:
-        return {}
 
     def position(self, at: Frontier) -> str:
         return str(at["log"][0]) if at["log"] else ""

@@ -237,12 +237,6 @@ class IcebergSource(Source):
                 lags.append((newest - mine) / _MILLISECONDS)
         return max(lags, default=None)
 
-    def ack(self, durable: Frontier) -> None:
-        """Nothing: the table's owner decides how long its history is kept."""
-
-    def close(self) -> None:
-        """Nothing is held open."""
-
     def _follow(self, options: IcebergTableOptions) -> _Followed:
         found = self._followed.get(options.table_name)
         if found is None:

@@ -37,7 +37,7 @@ from icestream.errors import (
 )
 from icestream.frontier import Frontier, Position
 from icestream.schema import TableShape, parse_type
-from icestream.sources import Split
+from icestream.sources import Source, Split
 from icestream.sources.postgres.backfill import (
     PAGE_BYTES,
     SPLIT_PAGES,
@@ -133,7 +133,7 @@ class _LaterRound:
     ready_at: int
 
 
-class PostgresSource:
+class PostgresSource(Source):
     """See the module and `icestream.sources.Source`."""
 
     keyed = True
