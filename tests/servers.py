@@ -14,10 +14,8 @@ over `stop` and `start`; it dies with the process that started it, however that 
 import http.client
 import json
 import os
-import random
 import shutil
 import signal
-import socket
 import stat
 import subprocess
 import sys
@@ -37,16 +35,12 @@ from py4j.protocol import Py4JJavaError
 from pyarrow.fs import S3FileSystem
 
 from icestream.java import cache_folder, jars, java_home, pyspark_jars
+from icestream.samples.postgres import LOOPBACK, free_port
 
-LOOPBACK = "127.0.0.1"
 START_SECONDS_MAX = 90.0
 STOP_SECONDS_MAX = 20.0
 POLL_SECONDS = 0.05
 LOG_TAIL_LINES = 30
-PORT_ATTEMPTS_MAX = 100
-# Below the range from which the system takes ports for outgoing connections, so that nobody sits
-# on the port of a server which is down for a while.
-PORTS = range(20_000, 32_768)
 
 # Small and quick to start: these servers hold little and live for seconds.
 JAVA_OPTIONS = (
@@ -129,18 +123,6 @@ class Server(Protocol):
     def start(self) -> None: ...
 
     def stop(self) -> None: ...
-
-
-def free_port() -> int:
-    """A loopback port that nobody listens on, and that no outgoing connection will take."""
-    # Not the shared generator: tests seed it, and two runs would then pick the same ports.
-    generator = random.SystemRandom()
-    for _ in range(PORT_ATTEMPTS_MAX):
-        port = generator.choice(PORTS)
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind((LOOPBACK, port))
-            return port
-    raise ServerFailed(f"no free port after {PORT_ATTEMPTS_MAX} attempts")
 
 
 def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> None:

@@ -79,7 +79,7 @@ class EmbeddedPostgres:
         self.log = self.folder / "server.log"
         self.settings = {**SETTINGS, **(settings or {})}
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.port = port or int(self._kept("port", lambda: str(_free_port())))
+        self.port = port or int(self._kept("port", lambda: str(free_port())))
         self.password = self._kept("password", lambda: secrets.token_urlsafe(16))
         self._process: subprocess.Popen[bytes] | None = None
         self._programs: Programs | None = None
@@ -262,7 +262,8 @@ def _opened(folder: Path) -> int:
         os.close(first)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A loopback port that nobody listens on, and that no outgoing connection will take."""
     # Not the shared generator: tests seed it, and two runs would then pick the same ports.
     generator = random.SystemRandom()
     for _ in range(PORT_ATTEMPTS_MAX):
