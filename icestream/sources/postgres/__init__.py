@@ -152,7 +152,6 @@ class PostgresSource(Source):
         self._unclaimed: set[str] = set()
         self._again: dict[str, Position] = {}
         self._reader: WalReader | None = None
-        self._slot_connection: Connection | None = None
         self._initial: Holder | None = None
         self._later: _LaterRound | None = None
         self._close_at = 0
@@ -162,7 +161,6 @@ class PostgresSource(Source):
         self._first = 0
         self._initial_at = 0
         self._rows_copied = 0
-        self._relations: list[Relation] = []
         self._segments: list[Segment] = []
         self._bar: tqdm | None = None
         self._lock = threading.RLock()
@@ -301,7 +299,8 @@ class PostgresSource(Source):
         if not lsn:
             return ""
         copies = [at for name, at in frontier.positions.items() if name.startswith("copy ")]
-        open_copies = sum(at[1:2] != (_DONE,) for at in copies)
+        # A table that is to be emptied first is not followed now.
+        open_copies = sum(at[1:2] == (_COPYING,) for at in copies)
         return lsn_text(lsn[0]) + (f", {open_copies} tables to copy" if open_copies else "")
 
     def lag_seconds(self, durable: Frontier) -> float | None:
@@ -326,8 +325,6 @@ class PostgresSource(Source):
         for holder in (self._initial, self._later and self._later.holder):
             if holder:
                 holder.close()
-        if self._slot_connection is not None:
-            self._slot_connection.close()
         if self._reader is not None:
             self._reader.close()
         if self._bar is not None:
@@ -429,15 +426,15 @@ class PostgresSource(Source):
         names = [(table.schema, table.relation) for table in self._tables.values()]
         holder = Holder(self._server.dsn, names)
         try:
-            self._slot_connection, point, exported = self._server.create_slot()
-            holder.pin(exported)
+            connection, point, exported = self._server.create_slot()
+            # What it exports is there until the holder has taken it over.
+            with connection:
+                holder.pin(exported)
         except BaseException:
             holder.close()
             raise
         failpoints.reach(failpoints.AFTER_SLOT)
         self._initial, self._initial_at = holder, point
-        self._slot_connection.close()
-        self._slot_connection = None
         self._show_bar()
         return point
 
@@ -462,7 +459,6 @@ class PostgresSource(Source):
             start,
             self._bytes_max,
         )
-        self._relations = self._reader.relations
 
     def _spool_folder(self) -> Path:
         """A folder of this run's own."""
@@ -755,6 +751,11 @@ class PostgresSource(Source):
                     f"{lsn_text(until)}.",
                 )
             time.sleep(_POLL_SECONDS)
+
+    @property
+    def _relations(self) -> Sequence[Relation]:
+        assert self._reader is not None
+        return self._reader.relations
 
     def _between(self, lower: int, upper: int) -> list[Segment]:
         return [s for s in self._segments if s.upper > lower and s.lower < upper]

@@ -114,9 +114,7 @@ class WalSplit:
                 raise SchemaGap(self.table, missing)
         kinds = {each.name: each.field_type for each in schema.fields}
         arrow = arrow_schema(schema)
-        pieces = [
-            _decoded(rows, kinds, arrow, key) for rows in self._rows() if not self._moot(rows)
-        ]
+        pieces = [_decoded(rows, kinds, arrow, key) for rows in self._rows()]
         if self.append_only:
             pieces = [piece.only(piece.ops == Op.INSERT) for piece in pieces]
         if any(piece.unsent for piece in pieces):
@@ -168,9 +166,6 @@ class WalSplit:
         assert self.origin is not None
         return _fetched(self.origin, relation, keys, columns, arrow)
 
-    def _moot(self, rows: "_Rows") -> bool:
-        return len(rows.at) == 0
-
     def _rows(self) -> Iterator["_Rows"]:
         """The split's messages, one relation version at a time."""
         for part in self.parts:
@@ -190,6 +185,8 @@ class WalSplit:
         content = np.frombuffer(messages.buffers()[2], dtype=np.uint8)
         for number, relation in self.relations.items():
             chosen = np.flatnonzero(inside & (slot == number))
+            if not len(chosen):
+                continue
             yield _Rows(
                 relation=relation,
                 kind=kind[chosen],
