@@ -361,3 +361,19 @@ def test_tests_do_not_sleep():
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("time.sleep", "sleep")
     ]
     assert wrong == []
+
+
+def test_what_a_test_changes_in_the_program_has_its_reason_beside_it():
+    """A patched part or a skipped test hides something; a reader must learn why it may."""
+    changing = re.compile(r"\b(monkeypatch|patch)\.\w+\(|\bskipif\(|\bpytest\.skip\(")
+    wrong = []
+    for path in python_files("tests"):
+        above = ""
+        for number, line in enumerate(path.read_text().splitlines(), start=1):
+            if path != Path(__file__) and changing.search(line):
+                # One reason may do for several lines that follow each other.
+                if "#" not in line and not above.startswith("#"):
+                    wrong.append(place(path, number))
+                continue
+            above = line.strip()
+    assert wrong == []

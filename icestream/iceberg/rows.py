@@ -46,6 +46,7 @@ def bound(column: pa.ChunkedArray) -> Bound | None:
     try:
         ends = pc.min_max(distinct)
     except pa.ArrowNotImplementedError:
+        # Arrow does not order this type: nothing is said, and every file is read.
         return None
     return Bound(values=[_literal(ends["min"]), _literal(ends["max"])], ranged=True)
 

@@ -48,6 +48,7 @@ def set_failpoints(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], 
 
     def set_them(text: str) -> None:
         failpoints._passes.clear()
+        # Read at every failpoint, so that it works in a process that runs already.
         monkeypatch.setenv("ICESTREAM_FAILPOINTS", text)
 
     yield set_them

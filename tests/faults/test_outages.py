@@ -70,6 +70,7 @@ def test_an_outage_of_the_catalog_while_a_table_is_prepared_is_bridged(
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Retries end after three tries: the bound is under test, and two minutes would be the same."""
+    # The bound is what is under test; how high it lies is not.
     monkeypatch.setattr(pipeline, "RETRIES_MAX", 3)
     monkeypatch.setattr(commit, "ATTEMPTS_MAX", 3)
 

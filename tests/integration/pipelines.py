@@ -85,6 +85,7 @@ class Shell:
     ):
         self.folder = folder
         self._capfd = capfd
+        # A session takes seconds to start, and one process can have only one.
         monkeypatch.setattr(cli, "open_session", lambda *_: _Kept(spark))
 
     def __call__(self, *arguments: str) -> Answer:
@@ -130,6 +131,7 @@ class _Kept:
 
 def give_up_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let retries end after the second try."""
+    # Trouble in these tests never passes by itself: waiting for it would only cost time.
     monkeypatch.setattr(pipeline, "RETRIES_MAX", 2)
     monkeypatch.setattr(pipeline, "RETRY_SECONDS", 0.01)
     monkeypatch.setattr(commit, "ATTEMPTS_MAX", 2)

@@ -61,6 +61,7 @@ def shop(spark: SparkSession, rest: RestCatalog, lake: Lake, namespace: str) -> 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """A refusal, a lost answer and a success make three attempts."""
+    # The tests of this folder give up sooner than these faults pass.
     monkeypatch.setattr(commit, "ATTEMPTS_MAX", 4)
 
 

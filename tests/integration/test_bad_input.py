@@ -196,10 +196,12 @@ def test_a_feed_on_s3_that_refuses_the_secret_is_said_so_without_showing_it(
     upload(log.folder.path, store, prefix)
     storage = {**store.iceberg_properties(), "s3.secret-access-key": "${env:FEED_SECRET}"}
     pipelines = document(f"s3://{prefix}", embedded, source={"storage": storage})
+    # A secret comes from the environment, and this one is wrong.
     monkeypatch.setenv("FEED_SECRET", "nobody-may-see-this")
     answer = shell.run(pipelines)
     assert_refused(answer, LATER, "could not list", "credentials")
     assert "nobody-may-see-this" not in answer.err
+    # The right one.
     monkeypatch.setenv("FEED_SECRET", store.secret_key)
     assert shell.run(pipelines).code == 0
     assert {row["name"] for row in local.rows("shop.orders")} == {"one"}
@@ -209,6 +211,7 @@ def test_a_secret_in_an_address_is_not_shown_when_the_address_does_not_answer(
     shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """U3: whatever came from the environment stays out of errors and logs."""
+    # A secret comes from the environment.
     monkeypatch.setenv("CATALOG_PASSWORD", "nobody-may-see-this")
     feed = RandomFeed.create(tmp_path / "feed", 26)
     feed.epoch(5)

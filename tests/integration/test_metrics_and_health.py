@@ -85,6 +85,7 @@ def test_logs_are_structured_and_show_neither_rows_nor_secrets(
     shell: Shell, embedded: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """U3, U5: pipeline, epoch and counts in each record; values and secrets nowhere."""
+    # A secret comes from the environment.
     monkeypatch.setenv("LAKE_SECRET", SECRET)
     feed = RandomFeed.create(tmp_path / "feed", 13)
     row = '{"after": {"id": 1, "note": "%s"}, "key": [1], "updated": "%s.0000000000"}'

@@ -58,7 +58,9 @@ def test_copy_and_stream_under_load_equal_the_database_at_every_position(world: 
 
 def interrupted_copy(world: World, load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     """Begin a copy of many rounds and end the run after the second of them."""
+    # The run must end in the middle, and those after it must not.
     with monkeypatch.context() as patch:
+        # Passes are counted for the life of a process, and other tests have run in it.
         patch.setattr(failpoints, "_passes", {})
         patch.setenv("ICESTREAM_FAILPOINTS", "after-commit=error@2")
         with pytest.raises(FailpointError):
@@ -107,6 +109,7 @@ def change_behind_snapshots(load: Load, monkeypatch: pytest.MonkeyPatch) -> None
         finally:
             self._server.mark = mark
 
+    # The changes must come after the snapshot and before the mark: no client can aim at that.
     monkeypatch.setattr(PostgresSource, "_begin_later", begin_and_change)
 
 
@@ -130,6 +133,7 @@ def test_without_the_rule_of_touched_keys_later_rounds_undo_changes(
     load = loaded(world, 3, 1500)
     interrupted_copy(world, load, monkeypatch)
     change_behind_snapshots(load, monkeypatch)
+    # A rule that no option switches off, taken out to show that it is needed.
     monkeypatch.setattr(PostgresSource, "_touched", lambda *_: None)
     world.run(BOTH)
     with pytest.raises(AssertionError, match="only in the lake"):
@@ -276,6 +280,7 @@ def test_values_that_were_not_sent_of_rows_not_yet_copied(
         return found
 
     world.sql("update added set n = n + 1000 where id > 10")
+    # The changes must come after the snapshot and before the round: no client can aim at that.
     monkeypatch.setattr(PostgresSource, "_begin_later", begin_and_change)
     world.run(["public.plain", "public.added"])
     world.assert_equal("added", TOASTED)
@@ -309,6 +314,7 @@ def test_values_that_were_not_sent_of_a_row_that_moved_on_before_its_copy(
             later.append(world.sql("update added set id = id + 500 where id = 2"))
         return write(splits, *rest)
 
+    # One change must come after the snapshot and before the mark, the other behind the copy.
     monkeypatch.setattr(PostgresSource, "_begin_later", begin_and_change)
     monkeypatch.setattr(pipeline, "_write_epoch", write_and_change)
     pipeline.run(once=True)
@@ -501,6 +507,7 @@ def test_many_tables_of_one_epoch_are_one_job(world: World):
         jobs.append(len(splits))
         return write(splits, *rest)
 
+    # How many jobs an epoch takes is seen nowhere else.
     pipeline._write_epoch = counted
     pipeline.run(once=True)
     assert [size for size in jobs if size] == [count]

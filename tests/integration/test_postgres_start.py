@@ -215,6 +215,7 @@ def test_copy_goes_on_when_its_snapshot_is_ended(world: World):
             )
         return write(splits, *rest)
 
+    # The sessions must end between two rounds: no client can aim at that.
     pipeline._write_epoch = cut
     pipeline.run(once=True)
     world.run(ONE)
@@ -248,6 +249,7 @@ def test_slot_moves_only_behind_what_is_durable(world: World, monkeypatch: pytes
         seen.append(lsn(world.slot_row("confirmed_flush_lsn::text")))
         return commit(written)
 
+    # The slot is looked at when all is written and nothing is committed.
     monkeypatch.setattr(pipeline._sink, "commit", watched)
     pipeline.run(once=True)
     assert len(seen) == 1 and seen[0] <= before

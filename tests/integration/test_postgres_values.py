@@ -796,9 +796,11 @@ def test_the_server_dies_with_the_process_that_started_it(tmp_path):
     wait_until(gone, 30.0, "the end of the server")
 
 
+# For other users the programs are where they are installed, and nothing is copied.
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root runs programs as another user")
 def test_programs_out_of_reach_are_copied(tmp_path, monkeypatch):
     """U1: an environment under root's own folder works as well."""
+    # Where this environment lies is not for a test to choose.
     monkeypatch.setattr(postgres, "_reachable", lambda path: False)
     with EmbeddedPostgres(tmp_path / "pg") as server:
         [[programs]] = Database(server.dsn).run(

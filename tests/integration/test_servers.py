@@ -176,6 +176,7 @@ def test_a_server_that_cannot_start_shows_its_log(tmp_path: Path, catalog: RestC
 
 
 def test_jars_that_do_not_exist_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A cache of the test's own: what others have found is not in it.
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(TargetUnavailable) as refused:
         jars(["nobody:nothing:1.0"])

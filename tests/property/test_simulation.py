@@ -40,6 +40,7 @@ def test_an_epoch_of_an_atomic_sink_is_never_seen_in_part(monkeypatch):
     """I14: the simulation looks after every commit, and sees it when tables go one by one."""
     worlds = [world for world in map(World, SEEDS) if world.weather.atomic]
     assert len(worlds) > 30
+    # A sink that claims to be atomic and is not: no option makes one.
     monkeypatch.setattr(IcebergSink, "_publish_together", _one_by_one)
     verdicts = [world.run() for world in worlds]
     assert any("a part of an epoch was seen" in verdict for verdict in verdicts)
@@ -95,6 +96,7 @@ def test_the_worlds_contain_every_kind_of_trouble():
 )
 def test_without_a_rule_rows_are_lost_or_doubled(rules, monkeypatch):
     """E3: the simulation sees the damage when a rule of the commit protocol is switched off."""
+    # A rule is known to be needed only when its absence does damage.
     monkeypatch.setenv("ICESTREAM_FAILPOINTS", rules)
     assert any(damaged(seed) for seed in SEEDS_WITHOUT_A_RULE)
 
@@ -106,7 +108,6 @@ def test_without_the_count_of_tables_an_unfinished_epoch_is_taken_for_complete(m
         found = resume_point(progress)
         if found.unfinished is None:
             return found
-        # The rule cannot be switched off from outside, so the loop gets what it would do without.
         return Resume(
             number=found.number,
             at=found.unfinished.upper,
@@ -116,6 +117,7 @@ def test_without_the_count_of_tables_an_unfinished_epoch_is_taken_for_complete(m
             replays=found.replays,
         )
 
+    # There is no switch for it, so the loop gets what it would find without the count.
     monkeypatch.setattr(icestream.pipeline, "resume_point", careless)
     assert any(damaged(seed) for seed in SEEDS_WITHOUT_A_RULE)
 
@@ -130,6 +132,7 @@ def test_the_command_runs_for_its_time_and_reports(capsys):
 
 def test_the_command_repeats_one_seed_with_its_trace(capsys, monkeypatch):
     """X5: a failing seed is repeated with all that happened in it, and fails the command."""
+    # A seed that fails is needed, and with all rules none does.
     monkeypatch.setenv("ICESTREAM_FAILPOINTS", "rule-swap=off")
     seed = next(seed for seed in SEEDS_WITHOUT_A_RULE if damaged(seed))
     assert main(["--seed", str(seed)]) == 1

@@ -214,6 +214,7 @@ def test_values_of_maps_that_go_to_iceberg_become_text():
 
 def test_a_secret_comes_from_the_environment(monkeypatch):
     """U3: ${env:NAME} for secrets, anywhere in a text."""
+    # A secret comes from the environment.
     monkeypatch.setenv("LAKE_TOKEN", SECRET)
     catalog = {"type": "rest", "header": "Bearer ${env:LAKE_TOKEN}!"}
     pipeline = only(document(sink__iceberg__catalog=catalog, sink__iceberg__branch="${env:X"))
@@ -223,6 +224,7 @@ def test_a_secret_comes_from_the_environment(monkeypatch):
 
 def test_a_secret_that_is_not_set_is_named_with_its_place(monkeypatch):
     """U3: the operator learns what to set."""
+    # The developer may have set it.
     monkeypatch.delenv("LAKE_TOKEN", raising=False)
     error = refused(document(sink__iceberg__catalog={"token": "${env:LAKE_TOKEN}"}))
     assert "orders.sink.iceberg.catalog.token" in error.message
@@ -379,6 +381,7 @@ def test_every_option_is_documented_where_it_is_declared(options):
 
 def test_a_relative_path_is_read_from_where_the_program_runs(tmp_path, monkeypatch):
     """U3: paths may be given either way."""
+    # The path is relative to where the program runs.
     monkeypatch.chdir(tmp_path)
     Path("p.yaml").write_text("a: {source: {cockroachdb: {files: x}}, sink: {iceberg: {}}}\n")
     assert load("p.yaml") == load(tmp_path / "p.yaml")

@@ -14,6 +14,7 @@ from icestream.failpoints import FailpointError, reach, rule_on
 @pytest.fixture(autouse=True)
 def first_pass(monkeypatch):
     """Passes are counted for the life of a process; each test is a process of its own."""
+    # What earlier tests passed must not count here, nor what the developer has set.
     monkeypatch.setattr(failpoints, "_passes", {})
     monkeypatch.delenv("ICESTREAM_FAILPOINTS", raising=False)
 
@@ -37,6 +38,7 @@ def test_without_the_variable_nothing_happens():
 
 def test_an_error_is_raised_at_the_first_pass(monkeypatch):
     """E3: a place may be made to fail."""
+    # The variable is the switch that is under test; so in the tests that follow.
     monkeypatch.setenv("ICESTREAM_FAILPOINTS", "before-swap=error")
     assert passes_that_fail(failpoints.BEFORE_SWAP, 3) == [1]
     assert passes_that_fail(failpoints.AFTER_SWAP, 3) == []
@@ -44,12 +46,14 @@ def test_an_error_is_raised_at_the_first_pass(monkeypatch):
 
 def test_a_number_lets_earlier_passes_go_by(monkeypatch):
     """E3: a fault can be placed in any epoch."""
+    # The third pass, not the first.
     monkeypatch.setenv("ICESTREAM_FAILPOINTS", "after-ack=error@3")
     assert passes_that_fail(failpoints.AFTER_ACK, 5) == [3]
 
 
 def test_several_points_are_separated_by_commas(monkeypatch):
     """E3: rules and places can be combined."""
+    # Both kinds, with blanks that people write.
     monkeypatch.setenv("ICESTREAM_FAILPOINTS", " rule-fence=off , after-swap=error@2")
     assert not rule_on(failpoints.RULE_FENCE)
     assert rule_on(failpoints.RULE_SWAP)
@@ -59,6 +63,7 @@ def test_several_points_are_separated_by_commas(monkeypatch):
 @pytest.mark.parametrize("rule", failpoints.RULES)
 def test_each_rule_can_be_switched_off_alone(rule, monkeypatch):
     """E3: a test can take one rule of the commit protocol out."""
+    # One rule, the others stay.
     monkeypatch.setenv("ICESTREAM_FAILPOINTS", f"{rule}=off")
     assert [name for name in failpoints.RULES if not rule_on(name)] == [rule]
 

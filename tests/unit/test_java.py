@@ -15,6 +15,7 @@ from icestream.java import cache_folder, jars, java_home, pyspark_jars, write_at
 @pytest.fixture
 def cache(tmp_path, monkeypatch) -> Path:
     """A cache of the test's own."""
+    # What the developer's own cache holds must neither help nor be changed.
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return cache_folder()
 
@@ -31,6 +32,7 @@ def fake_java(home: Path, version: str) -> Path:
 def test_the_machines_own_java_is_taken_when_it_is_new_enough(tmp_path, monkeypatch):
     """U1: JAVA_HOME first."""
     home = fake_java(tmp_path / "jdk", "21.0.3")
+    # This machine's Java is not for a test to choose; so in the tests that follow.
     monkeypatch.setenv("JAVA_HOME", str(home))
     assert java_home() == home
 
@@ -40,6 +42,7 @@ def test_a_java_on_the_path_is_found_behind_its_link(tmp_path, monkeypatch):
     home = fake_java(tmp_path / "jdk", "17.0.1")
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "java").symlink_to(home / "bin" / "java")
+    # The path is looked at only when nothing is said.
     monkeypatch.delenv("JAVA_HOME", raising=False)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     assert java_home() == home
@@ -49,6 +52,7 @@ def test_a_java_on_the_path_is_found_behind_its_link(tmp_path, monkeypatch):
 def test_a_java_that_is_too_old_is_passed_over(tmp_path, monkeypatch, cache, version):
     """U1: the packaged runtime serves, without the option that it does not know."""
     old = fake_java(tmp_path / "old", version)
+    # Wherever a Java is looked for, there is the old one.
     monkeypatch.setenv("JAVA_HOME", str(old))
     monkeypatch.setenv("PATH", f"{old / 'bin'}:/usr/bin:/bin")
     home = java_home()
@@ -60,8 +64,10 @@ def test_a_java_that_is_too_old_is_passed_over(tmp_path, monkeypatch, cache, ver
 
 def test_the_cache_lies_where_the_user_says(tmp_path, monkeypatch):
     """U1: XDG_CACHE_HOME, else ~/.cache."""
+    # The variables are what is under test.
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "x"))
     assert cache_folder() == tmp_path / "x" / "icestream"
+    # Without it, the home folder decides.
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert cache_folder() == tmp_path / "home" / ".cache" / "icestream"
@@ -96,6 +102,7 @@ class Registry:
 def registry(tmp_path, monkeypatch, cache) -> Registry:
     """What stands behind Ivy; the real one needs a network."""
     made = Registry(tmp_path)
+    # Only the first start asks a registry, and this is to count how often.
     monkeypatch.setattr(java, "_resolve", made)
     return made
 

@@ -37,6 +37,7 @@ DEADLINE_SECONDS = 30.0
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch):
     """Retries wait for trouble to pass, which here it does at once."""
+    # How long a pause is changes nothing but the time that the test takes.
     monkeypatch.setattr(icestream.pipeline, "RETRY_SECONDS", 0.0)
     monkeypatch.setattr("icestream.sinks.iceberg.commit.BACKOFF_SECONDS", 0.0)
 
@@ -489,12 +490,14 @@ def test_health_tells_what_each_table_got():
 @pytest.mark.parametrize("point", ["before-write", "after-write", "after-commit"])
 def test_a_run_that_dies_before_the_ack_leaves_the_source_its_history(monkeypatch, point):
     """E1, E3: the source is told only what a destination remembers."""
+    # Passes are counted for the life of a process, and other tests have run in it.
     monkeypatch.setattr("icestream.failpoints._passes", {})
     monkeypatch.setenv("ICESTREAM_FAILPOINTS", f"{point}=error")
     scene = Scene("aa", [2])
     with pytest.raises(FailpointError):
         scene.run()
     assert [note for note in scene.notes if note.startswith("ack")] == []
+    # The next run is not to fail.
     monkeypatch.delenv("ICESTREAM_FAILPOINTS")
     scene.run()
     assert scene.positions("a") == [0, 1]

@@ -131,6 +131,7 @@ def test_nothing_reported_is_nothing_collected():
 
 def test_the_embedded_catalog_is_the_default_with_absolute_paths(monkeypatch, tmp_path):
     """I1: a SQLite catalog named icestream and a warehouse under ./icestream-data."""
+    # The paths depend on where the program runs.
     monkeypatch.chdir(tmp_path)
     properties = catalog_properties({})
     assert properties["name"] == "icestream"
@@ -150,6 +151,7 @@ def test_a_given_catalog_is_handed_on_as_it_is():
 
 def test_relative_paths_of_a_local_catalog_become_absolute(monkeypatch, tmp_path):
     """U7: every process means the same place."""
+    # The paths depend on where the program runs.
     monkeypatch.chdir(tmp_path)
     given = {"type": "jdbc", "uri": "jdbc:sqlite:lake.db", "warehouse": "./warehouse"}
     properties = catalog_properties(given)

@@ -518,6 +518,7 @@ def bucket(monkeypatch) -> Bucket:
     """A bucket that every part of the source reads from."""
     made = Bucket()
     files = pafs.PyFileSystem(made)
+    # No folder on disk can count listings, or show files late.
     monkeypatch.setattr(cockroachdb, "filesystem", lambda location, storage: (files, "feed"))
     return made
 
