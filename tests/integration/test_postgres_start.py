@@ -7,6 +7,7 @@ import pytest
 from icestream import metrics
 from icestream.errors import HistoryLost
 from icestream.samples.postgres import EmbeddedPostgres
+from icestream.sources import postgres
 from tests.integration.pipelines import Shell, assert_refused
 from tests.integration.postgres_world import World, administrator, lsn
 from tests.servers import free_port, wait_until
@@ -100,6 +101,55 @@ def test_publication_of_the_users_own(world: World, shell: Shell):
     assert world.lake_rows("one", "*") == [(1,), (2,)]
 
 
+def test_publication_that_leaves_changes_out(world: World, shell: Shell):
+    """P10: operations or partitions that it does not publish as the tables need; hints help."""
+    one_table(world)
+    world.sql(
+        "create table sale(id int primary key, n int) partition by range (id)",
+        "create table sale_1 partition of sale for values from (0) to (100)",
+        "insert into sale values (1, 1)",
+        "create publication mine for table one, sale with (publish = 'insert, update, delete')",
+    )
+    tables = ["public.one", "public.sale"]
+    options: dict[str, object] = {"tables": tables, "publication": "mine"}
+    said = "mine does not publish all changes"
+    hint = "(publish = 'insert, update, delete, truncate')"
+    refused(world, shell, INVALID, said, f'ALTER PUBLICATION "mine" SET {hint}', **options)
+    world.sql("alter publication mine set (publish = 'insert, update, truncate')")
+    refused(world, shell, INVALID, said, hint, **options)
+    world.sql(f"alter publication mine set {hint}")
+    root = "(publish_via_partition_root = true)"
+    refused(world, shell, INVALID, "partitions under their own names", root, **options)
+    checked = shell("check", shell.write(world.document(tables, publication="mine")))
+    assert checked.code == INVALID and root in checked.err + checked.out
+    world.sql(f"alter publication mine set {root}")
+    world.run(tables, publication="mine")
+    world.sql("insert into sale values (2, 2)", "update sale set n = 3", "truncate one")
+    world.run(tables, publication="mine")
+    assert world.assert_equal("sale", "id, n") == [(1, 3), (2, 3)]
+    assert world.assert_equal("one", "id, v") == []
+
+
+def test_table_without_key_that_would_be_copied_beside_the_stream(world: World, shell: Shell):
+    """P7 P9 P10: its rows could come twice, so it is refused, unless it has none or a key."""
+    one_table(world)
+    world.sql("create table log(line text)", "create table empty(line text)")
+    world.run(ONE)
+    world.sql("insert into log values ('first')", "alter table log replica identity full")
+    said = "table public.log has no key and cannot be copied beside the stream"
+    refused(world, shell, OPERATOR, said, "identifier_columns", tables=["public.one", "public.log"])
+    world.run(["public.one", "public.empty"])
+    world.sql("insert into empty values ('later'), ('later')")
+    world.run(["public.one", "public.empty"])
+    assert world.lake_rows("empty", "line") == [("later",), ("later",)]
+    # What the hint says helps.
+    world.run(
+        ["public.one", "public.empty", "public.log"], identifier_columns={"public.log": ["line"]}
+    )
+    world.assert_equal("log", "line")
+    world.assert_equal("one", "id, v")
+
+
 def test_slot_that_no_longer_serves(world: World, shell: Shell):
     """E7 P10: a slot that was dropped or moved on by someone else is never skipped over."""
     one_table(world)
@@ -135,6 +185,43 @@ def test_slot_whose_log_the_server_removed(world: World, shell: Shell):
         refused(world, shell, OPERATOR, "no longer has the changes", "max_slot_wal_keep_size")
     finally:
         world.sql("alter system reset max_slot_wal_keep_size", "select pg_reload_conf()")
+
+
+def test_slot_about_to_be_lost_is_a_warning(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """P11: said once, while the slot still serves and the pipeline has nothing to commit."""
+    one_table(world)
+    # The time between two looks at the slot would only be waited out.
+    monkeypatch.setattr(postgres, "_SLOT_SECONDS", 0.05)
+    lag = metrics.SLOT_LAG_BYTES.labels(world.slot)
+
+    def write(size: int) -> None:
+        """Add to the log what concerns no table, and wait until the slot was looked at."""
+        before = lag._value.get()
+        world.sql(f"select pg_logical_emit_message(false, 'x', repeat('x', {size}))")
+        wait_until(lambda: lag._value.get() >= before + size, 60, "a look at the slot")
+
+    def warnings() -> int:
+        return caplog.text.count(f"slot {world.slot} is about to be lost")
+
+    with world.following(ONE) as following:
+        following.wait_copied()
+        try:
+            world.sql("alter system set max_slot_wal_keep_size = '64MB'", "select pg_reload_conf()")
+            write(9_000_000)
+            assert warnings() == 0
+            for _ in range(6):
+                write(9_000_000)
+            wait_until(lambda: warnings() > 0, 60, "the warning")
+            for _ in range(3):
+                write(1000)
+            assert warnings() == 1
+            assert world.slot_row("wal_status") in ("reserved", "extended")
+        finally:
+            world.sql("alter system reset max_slot_wal_keep_size", "select pg_reload_conf()")
+        world.change(following, ONE, "insert into one values (2, 'b')")
+    world.assert_equal("one", "id, v")
 
 
 def test_another_server_behind_the_same_dsn(

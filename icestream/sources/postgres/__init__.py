@@ -30,6 +30,7 @@ from icestream.epoch import Epoch
 from icestream.errors import (
     ConfigInvalid,
     HistoryLost,
+    IcestreamError,
     NeedsOperator,
     SchemaRejected,
     SourceUnavailable,
@@ -68,6 +69,7 @@ _EMPTYING, _COPYING, _DONE = 0, 1, 2
 _POLL_SECONDS = 0.05
 # The stream must show a mark that was just written to the log within this time.
 _MARK_SECONDS_MAX = 120.0
+# How often the slot is looked at.
 _SLOT_SECONDS = 10.0
 # A reader that has just ended may hold the slot for a moment.
 _SLOT_FREE_SECONDS_MAX = 5.0
@@ -164,7 +166,9 @@ class PostgresSource(Source):
         self._segments: list[Segment] = []
         self._bar: tqdm | None = None
         self._lock = threading.RLock()
-        self._slot_seen = 0.0
+        self._closed = threading.Event()
+        self._watch: threading.Thread | None = None
+        self._slot_danger = ""
 
     # --- what the pipeline asks ---------------------------------------------------------------
 
@@ -305,7 +309,6 @@ class PostgresSource(Source):
 
     def lag_seconds(self, durable: Frontier) -> float | None:
         """Age of the oldest transaction that has come and is not durable."""
-        self._watch_slot()
         position = durable[self._wal] if self._identity else ()
         waiting = [s for s in self._segments if not s.empty and position and s.upper > position[0]]
         if not waiting:
@@ -322,6 +325,7 @@ class PostgresSource(Source):
 
     def close(self) -> None:
         """Let go of connections and of the spool."""
+        self._closed.set()
         for holder in (self._initial, self._later and self._later.holder):
             if holder:
                 holder.close()
@@ -449,6 +453,10 @@ class PostgresSource(Source):
                 raise reader.failed
         slot = self._free_slot()
         self._server.require_history(slot, start)
+        self._note_slot(slot)
+        if self._watch is None:
+            self._watch = threading.Thread(target=self._watch_slot, name="slot", daemon=True)
+            self._watch.start()
         self._target = max(self._target, self._server.mark())
         self._segments = []
         self._in_binary = self._in_binary and self._all_in_binary(self._tables.values())
@@ -850,23 +858,20 @@ class PostgresSource(Source):
         )
 
     def _watch_slot(self) -> None:
-        """Lag of the slot as metrics, and a warning before the server gives it up."""
-        if time.monotonic() - self._slot_seen < _SLOT_SECONDS:
-            return
-        self._slot_seen = time.monotonic()
-        try:
-            slot = self._server.slot()
-        except (SourceUnavailable, NeedsOperator):
-            return
+        """Look at the slot from time to time, also while epochs wait: it grows old just then."""
+        while not self._closed.wait(_SLOT_SECONDS):
+            # A server that does not answer is told of where changes are read.
+            with contextlib.suppress(IcestreamError):
+                self._note_slot(self._server.slot())
+
+    def _note_slot(self, slot: Slot | None) -> None:
+        """The slot's lag as a metric, and a warning before the server gives it up."""
         if slot is None:
             return
         metrics.SLOT_LAG_BYTES.labels(slot.name).set(slot.lag_bytes)
-        if slot.wal_status in ("unreserved", "lost"):
-            log.warning(
-                "slot %s is about to be lost: the server keeps no more log for it (wal_status %s)",
-                slot.name,
-                slot.wal_status,
-            )
+        if slot.danger and slot.danger != self._slot_danger:
+            log.warning("slot %s is about to be lost: %s", slot.name, slot.danger)
+        self._slot_danger = slot.danger
 
 
 class _TextNeeded(SourceUnavailable):

@@ -26,6 +26,8 @@ from icestream.sources.postgres.connection import (
 from icestream.sources.postgres.decode import TYPES_QUERY, PgType, kinds_by_oid
 
 VERSION_MIN = 150_000
+# Below this share of the log that a slot may hold, someone should look.
+_SAFE_SHARE_MIN = 0.25
 _PART = re.compile(r'"((?:[^"]|"")*)"|([^".]+)')
 _PLAIN = re.compile(r"[^\".]+")
 
@@ -98,6 +100,16 @@ class Slot:
     plugin: str
     lag_bytes: int
     safe_bytes: int | None
+
+    @property
+    def danger(self) -> str:
+        """Why the server may soon give the slot up; empty when it is safe."""
+        if self.wal_status in ("unreserved", "lost"):
+            return f"the server keeps no more log for it (wal_status {self.wal_status})"
+        safe = self.safe_bytes
+        if safe is not None and safe < _SAFE_SHARE_MIN * (safe + self.lag_bytes):
+            return "it lags by most of what the server keeps for it (max_slot_wal_keep_size)"
+        return ""
 
 
 def table_name(schema: str, relation: str) -> str:
