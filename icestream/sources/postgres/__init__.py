@@ -153,6 +153,7 @@ class PostgresSource(Source):
         self._added_xid = 0
         self._unclaimed: set[str] = set()
         self._again: dict[str, Position] = {}
+        self._any_gone = False
         self._reader: WalReader | None = None
         self._initial: Holder | None = None
         self._later: _LaterRound | None = None
@@ -362,7 +363,7 @@ class PostgresSource(Source):
         at = self._known_tables(lower)
         if not at[self._wal]:
             self._first = self._begin()
-        elif self._again and self._reader is None:
+        elif self._any_gone and self._reader is None:
             self._first = self._slot_position()
         at = at.join(Frontier({self._wal: (self._first,)}))
         self._read_stream(at[self._wal][0])
@@ -408,9 +409,11 @@ class PostgresSource(Source):
             if not at:
                 former = [n for n in lower.positions if n.startswith(f"copy {table.name} ")]
                 positions[name] = (1, _EMPTYING) if former else (0, _COPYING, 0, 0)
-            elif table.name in self._unclaimed and at[1:] != (_COPYING, 0, 0):
-                # The lake lost it: another copy begins.
-                self._again[name] = (at[0] + 1, _EMPTYING)
+            elif table.name in self._unclaimed:
+                # The lake lost it, or never got it: unless its copy has yet to begin, another does.
+                self._any_gone = True
+                if at[1:] != (_COPYING, 0, 0):
+                    self._again[name] = (at[0] + 1, _EMPTYING)
         for name in lower.positions:
             if name.startswith("copy ") and name not in names and lower[name][1:2] != (_EMPTYING,):
                 # Its changes are no longer followed: if it comes back, it is copied anew.
