@@ -42,6 +42,13 @@ SPLIT_PAGES = 16_384
 SPLITS_PER_ROUND = 8
 # A command that waits for the holder's lock makes readers wait behind it: the holder must yield.
 LOCK_SECONDS = 10
+# Splits that start later would each wait as long again, one behind the other.
+_LOCK_WANTED = """
+select exists (
+  select from pg_catalog.pg_locks
+  where relation::int8 = any(:oids) and not granted
+    and waitstart < clock_timestamp() - make_interval(secs => :seconds))
+"""
 _XID_MASK = 0xFFFFFFFF
 _INVALID_SNAPSHOT = ("22023", "42704")
 
@@ -247,6 +254,9 @@ class CopySplit:
                     "the snapshot of the copy is gone",
                     detail="PostgreSQL was restarted, or the session that held it was ended.",
                 ) from error
+            oids = sorted({part.leaf.oid for part in self.ranges})
+            if connection.rows(_LOCK_WANTED, oids=oids, seconds=LOCK_SECONDS)[0][0]:
+                raise self._yielding()
             connection.rows(f"SET lock_timeout = '{LOCK_SECONDS}s'")
             for part in self.ranges:
                 source = quoted(part.leaf.schema, part.leaf.name)
@@ -255,10 +265,13 @@ class CopySplit:
                 try:
                     yield from connection.copy(query, len(columns), texts)
                 except LockTimeout as error:
-                    raise SplitsLost(
-                        f"someone waits for a lock on table {self.table} that the copy holds",
-                        detail="The copy lets it go and continues with another snapshot.",
-                    ) from error
+                    raise self._yielding() from error
+
+    def _yielding(self) -> SplitsLost:
+        return SplitsLost(
+            f"someone waits for a lock on table {self.table} that the copy holds",
+            detail="The copy lets it go and continues with another snapshot.",
+        )
 
     def _touched_keys(
         self, kinds: Mapping[str, IcebergType], arrow: pa.Schema, key: Sequence[str]
