@@ -2,7 +2,7 @@
 
     python -m tests.faults.kills [--kills 50] [--seed N]
 
-A writer changes two tables without pause: inserts, updates, deletes, key changes, values that are
+A writer changes two tables all the time: inserts, updates, deletes, key changes, values that are
 too large for a page, in transactions over both. The pipeline runs as a process of its own and is
 killed at a failpoint, or whenever the seed says; at the end a last run takes what is left. The
 database itself is the oracle.
@@ -35,6 +35,9 @@ PLACES = (*failpoints.PLACES, failpoints.AFTER_SLOT)
 # Small rounds, so that a kill finds a copy in the middle.
 SOURCE = {"tables": ["public.accounts", "public.entries"], "chunk_pages": 4}
 CADENCE = {"commit_interval": "PT0.2S", "epoch_bytes_max": 262_144}
+# A killed run must find work, but not more than the next one can do while the writer goes on.
+PAUSE_SECONDS = 0.02
+LARGE_SHARE = 0.1
 
 
 class Writer(threading.Thread):
@@ -50,7 +53,7 @@ class Writer(threading.Thread):
 
     def run(self) -> None:
         """One small transaction after another."""
-        while not self._ended.wait(0.005):
+        while not self._ended.wait(PAUSE_SECONDS):
             self._connection.rows("BEGIN")
             for _ in range(self._random.randrange(1, 4)):
                 self._connection.rows(self._change(self._random.choice(TABLES)))
@@ -61,7 +64,7 @@ class Writer(threading.Thread):
         number, other = self._random.randrange(ROWS), self._random.randrange(ROWS)
         self._next += 1
         large = "(SELECT string_agg(md5(random()::text), '') FROM generate_series(1, 300))"
-        note = large if self._random.random() < 0.2 else f"'note {self._next}'"
+        note = large if self._random.random() < LARGE_SHARE else f"'note {self._next}'"
         return self._random.choice(
             [
                 f"INSERT INTO {table} VALUES ({self._next}, {number}, 1.5, {note})",
