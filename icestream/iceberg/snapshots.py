@@ -481,7 +481,7 @@ class _Picks:
         order = self._jvm.java.util.Comparator.comparing(
             self._proxy("java.util.function.Function", self._task_location_handle())
         )
-        tasks.sort(order)
+        self._jvm.java.util.Collections.sort(tasks, order)
         return tasks
 
     def sizes(self, tasks: Any) -> list[int]:

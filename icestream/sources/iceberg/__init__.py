@@ -123,7 +123,7 @@ class _Followed:
 
 
 @dataclass(frozen=True, slots=True)
-class EventSplit(FrameSplit):
+class EventSplit:
     """The changes of one epoch, read by Spark; `events` makes them anew each time it is asked."""
 
     table: str
