@@ -19,9 +19,11 @@ from pyarrow.fs import FileSelector, S3FileSystem
 from pyiceberg.catalog import load_catalog
 
 from icestream.errors import TargetUnavailable
+from tests import servers
 from tests.proxy import Proxy, Request
 from tests.servers import (
     LOOPBACK,
+    OpenSearch,
     RestCatalog,
     S3Server,
     ServerFailed,
@@ -166,6 +168,37 @@ def test_servers_die_with_the_process_that_started_them(tmp_path: Path) -> None:
         assert answers(port, "/v1/config")
         owner.send_signal(signal.SIGKILL)
     wait_until(lambda: refused(port), SECONDS_MAX, "end of the orphaned server")
+
+
+def test_an_opensearch_node_keeps_its_documents_and_dies_with_its_owner(tmp_path: Path) -> None:
+    program = (
+        "import sys, threading; from pathlib import Path; from tests.servers import OpenSearch\n"
+        "node = OpenSearch(Path(sys.argv[1])); node.start(); print(node.port, flush=True)\n"
+        "sys.stdin.readline(); node.stop(); node.start(); print(flush=True)\n"
+        "threading.Event().wait()"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    root = Path(__file__).parents[2]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=root, text=True, **pipes) as owner:
+        assert owner.stdout is not None and owner.stdin is not None
+        port = int(owner.stdout.readline())
+        url = f"http://{LOOPBACK}:{port}/orders/_doc/1"
+        assert requests.put(url, json={"id": 1}, timeout=60).status_code == 201
+        owner.stdin.write("restart\n")
+        owner.stdin.flush()
+        owner.stdout.readline()
+        assert requests.get(url, timeout=60).json()["_source"] == {"id": 1}
+        owner.send_signal(signal.SIGKILL)
+    wait_until(lambda: refused(port), SECONDS_MAX, "end of the orphaned node")
+
+
+def test_an_opensearch_node_that_cannot_start_shows_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(servers, "OPENSEARCH_OPTIONS", ("-Xmx1k",))
+    with pytest.raises(ServerFailed, match="Too small maximum heap"):
+        OpenSearch(tmp_path).start()
 
 
 def test_a_server_that_cannot_start_shows_its_log(tmp_path: Path, catalog: RestCatalog) -> None:

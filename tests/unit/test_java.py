@@ -143,6 +143,19 @@ def test_coordinates_become_one_entry_per_module():
     }
 
 
+def test_a_file_that_is_no_jar_is_asked_for_by_its_kind():
+    """U1: such a module comes without dependencies."""
+    root = ElementTree.fromstring(java._ivy_module(["g:node:2.1@zip"]))
+    (entry,) = root.iter("dependency")
+    (artifact,) = entry
+    assert (entry.get("name"), entry.get("rev"), entry.get("transitive")) == (
+        "node",
+        "2.1",
+        "false",
+    )
+    assert (artifact.get("type"), artifact.get("ext")) == ("zip", "zip")
+
+
 def test_certificates_go_into_javas_key_store_format():
     """U1: Java from PyPI knows only public certificates; Python's own are brought along."""
     store = java._key_store([b"first", b"second!"])

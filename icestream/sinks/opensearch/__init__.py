@@ -29,6 +29,7 @@ from icestream.sinks.opensearch.client import BAD_REQUEST, NOT_FOUND, OK, Answer
 from icestream.sinks.opensearch.commit import Commit, Index, ProgressDocument, create_index
 from icestream.sinks.opensearch.mapping import missing, narrower, properties
 from icestream.sinks.opensearch.options import DEAD_LETTER, OpenSearchOptions, dead_letters
+from icestream.sinks.opensearch.signing import from_environment
 
 __all__ = ["OpenSearchOptions", "OpenSearchSink", "OpenSearchWriter"]
 
@@ -94,7 +95,7 @@ class OpenSearchSink:
         Raises `ProgressLost` when an index that holds the pipeline's documents is another one.
         """
         self._refuse_shared(tables)
-        head = self._document.claim()
+        head = self._document.claim(tables)
         self._state = _State(head.progress, dict(head.indices))
         failpoints.reach(failpoints.AFTER_CLAIM)
         return dict.fromkeys(tables, head.progress)
@@ -122,6 +123,7 @@ class OpenSearchSink:
             log.info("index created", extra={"table": table, "index": index, "template": own})
         if found is None:
             raise _deleted(index)
+        self._remember_deletes(found.name)
         self._complete(found.name, wanted)
         state.indices[table], state.mapped[table] = found, wanted
         return True
@@ -137,7 +139,10 @@ class OpenSearchSink:
         """A writer for the epoch; what it sends is recognised when it is sent again."""
         indices = self._claimed().indices
         return OpenSearchWriter(
-            options=self._options, indices={table: indices[table].name for table in tables}
+            options=self._options,
+            indices={table: indices[table].name for table in tables},
+            # Those of the coordinator: a worker's environment may have none.
+            credentials=from_environment() if self._options.aws_sigv4 else None,
         )
 
     def commit(self, written: Written) -> Sequence[Committed]:
@@ -309,6 +314,17 @@ class OpenSearchSink:
             return False
         patterns = [p for found in answer.json().values() for p in found["index_patterns"]]
         return any(fnmatchcase(index, pattern) for pattern in patterns)
+
+    def _remember_deletes(self, index: str) -> None:
+        """Let an index that was not made by this sink's template remember deletes too."""
+        path = f"/{quote(index, safe='')}/_settings"
+        answer = self._client.call("GET", f"{path}/index.gc_deletes?flat_settings=true")
+        if answer.status != OK or answer.json().get(index, {}).get("settings"):
+            # Whoever set it wants it so.
+            return
+        answer = self._client.call("PUT", path, {"index.gc_deletes": DELETES_REMEMBERED})
+        if answer.status != OK:
+            log.warning("could not set index.gc_deletes: %s", answer.reason)
 
     def _complete(self, index: str, wanted: Mapping[str, Any]) -> None:
         """Add the fields that the index lacks, where its owner leaves that to others."""

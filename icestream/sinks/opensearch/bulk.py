@@ -20,7 +20,7 @@ import re
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from urllib.parse import quote
 
 import numpy as np
@@ -30,7 +30,6 @@ import pyarrow.compute as pc
 from icestream.change import AT, OP, Op
 from icestream.errors import (
     CommitUnknown,
-    ConfigInvalid,
     DataRejected,
     ProgressLost,
     TargetUnavailable,
@@ -44,15 +43,18 @@ from icestream.sinks.opensearch.client import (
     NOT_FOUND,
     OK,
     TOO_LARGE,
+    TOO_MANY_REQUESTS,
     UNAUTHORIZED,
     Answer,
     Client,
     Patience,
+    foreign,
     passing,
     refused,
     unavailable,
 )
 from icestream.sinks.opensearch.options import DEAD_LETTER, OpenSearchOptions, dead_letters
+from icestream.sinks.opensearch.signing import Credentials
 
 log = logging.getLogger(__name__)
 
@@ -65,10 +67,13 @@ ID_BYTES_MAX = 512
 DEAD_LETTER_CHARACTERS_MAX = 256 * 1024
 _FILTER = "filter_path=errors,items.*.status,items.*.error.type,items.*.error.reason"
 _NO_ERRORS = b'{"errors":false'
+_STATUS = b'"status":'
 _MUST_BE_ESCAPED = '["\\\\\\x00-\\x1f]'
 _CONTROLS = [chr(code) for code in range(0x20)]
 # OpenSearch quotes the value that it does not take; errors and logs show no values.
 _QUOTED_VALUE = re.compile(r"\.? ?Preview of field's value: '.*'", re.DOTALL)
+# A node takes operations up to a tenth of its memory, and says both sizes when it refuses one.
+_OPERATION_BYTES = re.compile(r"operation_bytes=(\d+), max_\w+_bytes=(\d+)")
 _INDEX_GONE = "index_not_found_exception"
 _TEXT = pa.large_string()
 
@@ -139,7 +144,8 @@ class OpenSearchWriter:
     """Sends changes from workers; plain data."""
 
     options: OpenSearchOptions
-    indices: Mapping[str, str] = field(default_factory=dict)
+    indices: Mapping[str, str]
+    credentials: Credentials | None = None
 
     def schema_json(self, table: str) -> str:
         """Nothing: documents come ready made."""
@@ -158,7 +164,7 @@ class OpenSearchWriter:
         without an id is given one by OpenSearch; nothing recognises it when it is sent again.
         Raises `DataRejected`, or keeps dead letters, for what OpenSearch will never take.
         """
-        client = Client(self.options)
+        client = Client(self.options, self.credentials)
         try:
             sending = _Sending(client, self.options, self.indices[table], _in_one_piece(changes))
             tally = sending.run()
@@ -184,17 +190,19 @@ class _Sending:
 
     def run(self) -> Tally:
         """Send everything; returns when all is acknowledged."""
-        ids = self._changes.column(ID)
-        legal = _legal_ids(ids)
+        legal = _legal_ids(self._changes.column(ID))
         rows = np.arange(self._changes.num_rows)
+        # No document ever had such an id: there is nothing to delete.
+        self._acknowledge(rows[~legal & self._deletes])
         failures = [
             Failure(int(row), "illegal_id", f"the id is empty or longer than {ID_BYTES_MAX} bytes")
-            for row in rows[~legal]
+            for row in rows[~legal & ~self._deletes]
         ]
         if failures:
             self._refuse(failures)
-            rows = rows[legal]
-        lines = bulk_lines(self._changes if not failures else self._changes.take(pa.array(rows)))
+        rows = rows[legal]
+        sent = self._changes if legal.all() else self._changes.take(pa.array(rows))
+        lines = bulk_lines(sent)
         self._tally.size_bytes = int(offsets(lines)[-1])
         whole = Batch(lines, rows)
         cuts = cut(offsets(lines), self._options.bulk_bytes_max, self._options.bulk_documents_max)
@@ -222,27 +230,24 @@ class _Sending:
                 again = self._settle(batch, answer, failures)
                 if len(again):
                     pending.appendleft(again)
-            elif passing(answer.status):
-                self._patience.wait(unavailable(answer))
-                pending.appendleft(batch)
-            elif answer.status in (BAD_REQUEST, TOO_LARGE):
+            elif answer.status == BAD_REQUEST or beyond_limit(answer):
                 # One line is to blame, or their sum; halving finds out.
                 if len(batch) > 1:
                     pending.extendleft(reversed(batch.halves()))
                 else:
                     failures.append(_whole_failure(int(batch.rows[0]), answer))
+            elif passing(answer.status):
+                self._patience.wait(unavailable(answer))
+                pending.appendleft(batch)
             else:
-                raise ConfigInvalid(
-                    "a host does not answer as OpenSearch does",
-                    detail=answer.reason,
-                    hint="Check `hosts`.",
-                )
+                raise foreign(answer.reason)
         if failures:
             self._refuse(failures)
 
     def _settle(self, batch: Batch, answer: Answer, failures: list[Failure]) -> Batch:
         """Count what the answer acknowledges; returns the lines to be sent again, after a pause."""
         if answer.body.startswith(_NO_ERRORS):
+            check(answer.body.count(_STATUS) == len(batch), "every line of a request is answered")
             self._acknowledge(batch.rows)
             return batch.span(0, 0)
         items = read_items(answer, batch.rows)
@@ -373,7 +378,10 @@ class _Keeping:
 
 def read_items(answer: Answer, rows: np.ndarray) -> Items:
     """Sort the items of an answer to a request with lines of these rows."""
-    results = [next(iter(item.values())) for item in answer.json()["items"]]
+    found = answer.json().get("items")
+    if not isinstance(found, list):
+        raise foreign(answer.reason)
+    results = [next(iter(item.values())) for item in found]
     check(len(results) == len(rows), "a bulk answer has one item for each line")
     again, superseded, failures, why = [], [], [], ""
     for place, result in enumerate(results):
@@ -397,8 +405,14 @@ def read_items(answer: Answer, rows: np.ndarray) -> Items:
     )
 
 
+def beyond_limit(answer: Answer) -> bool:
+    """Whether a request is larger than the host ever takes: 413, or 429 with a limit below it."""
+    found = _OPERATION_BYTES.search(answer.reason) if answer.status == TOO_MANY_REQUESTS else None
+    return answer.status == TOO_LARGE or (found is not None and int(found[1]) > int(found[2]))
+
+
 def _whole_failure(row: int, answer: Answer) -> Failure:
-    if answer.status == TOO_LARGE:
+    if beyond_limit(answer):
         return Failure(row, "too_large", "the document is larger than a request may be")
     return Failure(row, answer.error_kind or "refused", answer.reason)
 

@@ -26,6 +26,13 @@ from urllib3.exceptions import (
 
 from icestream.errors import CommitUnknown, ConfigInvalid, IcestreamError, TargetUnavailable
 from icestream.sinks.opensearch.options import OpenSearchOptions
+from icestream.sinks.opensearch.signing import (
+    Credentials,
+    Request,
+    Scope,
+    from_environment,
+    signature,
+)
 
 CONNECT_SECONDS_MAX = 10.0
 # A node under load answers a bulk request late; OpenSearch itself gives up after a minute.
@@ -35,6 +42,8 @@ RETRY_SECONDS_MAX = 120.0
 BACKOFF_SECONDS = 0.25
 BACKOFF_SECONDS_MAX = 15.0
 REASON_CHARACTERS_MAX = 500
+# The coordinator prepares as many tables side by side.
+CONNECTIONS_KEPT = 8
 
 OK, CREATED = 200, 201
 BAD_REQUEST, UNAUTHORIZED, FORBIDDEN, NOT_FOUND, CONFLICT, TOO_LARGE = 400, 401, 403, 404, 409, 413
@@ -114,12 +123,15 @@ class Patience:
 
 
 class Client:
-    """Connections to the hosts; not safe between threads that share a request, but cheap."""
+    """Connections to the hosts; safe between threads."""
 
-    def __init__(self, options: OpenSearchOptions):
+    def __init__(self, options: OpenSearchOptions, credentials: Credentials | None = None):
         options.guard_secrets()
         self._options = options
         self._headers = _authorization(options)
+        self._credentials = credentials or (from_environment() if options.aws_sigv4 else None)
+        if self._credentials is not None:
+            self._credentials.guard()
         self._pools = [self._pool(host) for host in options.hosts]
         self._at = random.randrange(len(self._pools))
 
@@ -139,7 +151,7 @@ class Client:
                     path,
                     # Any buffer will do; the library's types do not say so.
                     body=cast(bytes, body),
-                    headers={**self._headers, "Content-Type": kind},
+                    headers=self._signed(method, path, body, kind, pool),
                     retries=False,
                     redirect=False,
                 )
@@ -178,6 +190,22 @@ class Client:
         for pool in self._pools:
             pool.close()
 
+    def _signed(
+        self,
+        method: str,
+        path: str,
+        body: bytes | memoryview | None,
+        kind: str,
+        pool: urllib3.HTTPConnectionPool,
+    ) -> dict[str, str]:
+        headers = {**self._headers, "Content-Type": kind}
+        if self._credentials is None:
+            return headers
+        host = pool.host if pool.port in (80, 443) else f"{pool.host}:{pool.port}"
+        request = Request(method=method, host=host, path=path, body=body or b"")
+        scope = Scope(region=self._options.aws_region, service="es")
+        return {**headers, **signature(request, scope, self._credentials, time.time())}
+
     def _checked(self, answer: Answer, pool: urllib3.HTTPConnectionPool) -> Answer:
         if answer.status in (UNAUTHORIZED, FORBIDDEN):
             raise refused(answer.reason)
@@ -204,7 +232,9 @@ class Client:
             )
         timeout = urllib3.Timeout(connect=CONNECT_SECONDS_MAX, read=READ_SECONDS_MAX)
         if address.scheme == "http":
-            return urllib3.HTTPConnectionPool(address.hostname, port or 80, timeout=timeout)
+            return urllib3.HTTPConnectionPool(
+                address.hostname, port or 80, timeout=timeout, maxsize=CONNECTIONS_KEPT
+            )
         insecure = self._options.insecure
         if insecure:
             # The option says it already, and a warning for each request says no more.
@@ -213,6 +243,7 @@ class Client:
             address.hostname,
             port or 443,
             timeout=timeout,
+            maxsize=CONNECTIONS_KEPT,
             cert_reqs="CERT_NONE" if insecure else "CERT_REQUIRED",
             assert_hostname=False if insecure else None,
             ssl_context=_tls(self._options),
@@ -236,6 +267,13 @@ def unavailable(answer: Answer) -> TargetUnavailable:
         "OpenSearch could not take a request",
         detail=answer.reason,
         hint="The cluster is too busy or not whole; look at its health.",
+    )
+
+
+def foreign(reason: str) -> ConfigInvalid:
+    """The error for an answer that OpenSearch never gives."""
+    return ConfigInvalid(
+        "a host does not answer as OpenSearch does", detail=reason, hint="Check `hosts`."
     )
 
 

@@ -123,11 +123,11 @@ class ProgressDocument:
             )
         return _head(body, self._pipeline)
 
-    def claim(self) -> Head:
+    def claim(self, tables: Sequence[str]) -> Head:
         """Publish the next generation, with the progress found carried forward.
 
-        Raises `Fenced` when other runs are faster again and again, and `ProgressLost` when an index
-        that the progress speaks of is gone.
+        Raises `Fenced` when other runs are faster again and again, and `ProgressLost` when the
+        index of one of these tables is not the one that the progress speaks of.
         """
         claim_id, patience, conflicts = str(uuid.uuid4()), Patience(), 0
         while True:
@@ -135,7 +135,7 @@ class ProgressDocument:
                 head = self.read()
                 if head.claim_id == claim_id:
                     return head
-                self.refuse_lost(head.indices)
+                self.refuse_lost({t: i for t, i in head.indices.items() if t in tables})
                 mine = replace(head.progress, generation=head.progress.generation + 1)
                 self._swap(head, self._source(mine, head, claim_id=claim_id))
                 return replace(head, progress=mine, claim_id=claim_id)

@@ -51,6 +51,14 @@ class OpenSearchOptions:
     api_key: str = field(
         default="", repr=False, metadata={"doc": "Key that is sent as `Authorization: ApiKey`."}
     )
+    aws_sigv4: bool = field(
+        default=False,
+        metadata={
+            "doc": "Sign requests for a domain of Amazon's service, with the credentials in "
+            "`AWS_ACCESS_KEY_ID`, `AWS_SECRET_ACCESS_KEY` and `AWS_SESSION_TOKEN`."
+        },
+    )
+    aws_region: str = field(default="", metadata={"doc": "Region of that domain."})
     insecure: bool = field(
         default=False, metadata={"doc": "Do not check the certificate of a host."}
     )
@@ -83,10 +91,14 @@ class OpenSearchOptions:
                 "the OpenSearch sink needs a list of hosts",
                 hint="Write `hosts: [https://localhost:9200]`.",
             )
-        if self.api_key and self.username:
+        if sum(map(bool, (self.api_key, self.username, self.aws_sigv4))) > 1:
             raise ConfigInvalid(
-                "an API key and a user are given, and only one can sign requests",
-                hint="Leave `api_key` out, or `username` and `password`.",
+                "requests can be signed in one way only",
+                hint="Leave all but one of `username`, `api_key` and `aws_sigv4` out.",
+            )
+        if self.aws_sigv4 and not self.aws_region:
+            raise ConfigInvalid(
+                "aws_sigv4 needs the domain's region", hint="Write `aws_region: eu-central-1`."
             )
         if self.bulk_bytes_max < 1 or self.bulk_documents_max < 1:
             raise ConfigInvalid("bulk_bytes_max and bulk_documents_max must be at least 1")

@@ -36,8 +36,15 @@ from icestream.schema import Column
 from icestream.sinks.opensearch import OpenSearchOptions, OpenSearchWriter, client
 from icestream.sinks.opensearch.bulk import bulk_lines, cut, escaped, offsets
 from icestream.sinks.opensearch.mapping import field_mapping, missing, narrower, properties
+from icestream.sinks.opensearch.signing import (
+    Credentials,
+    Request,
+    Scope,
+    from_environment,
+    signature,
+)
 from tests.servers import LOOPBACK, free_port
-from tests.stand_in import StandIn, items, status, too_large
+from tests.stand_in import Said, StandIn, items, status, too_large
 
 ODD_IDS = [
     'say "hi"',
@@ -227,6 +234,21 @@ def test_a_body_that_is_too_large_is_split_until_it_fits():
     assert (report["indexed"], report["retries"]) == (20, 0)
 
 
+def test_an_operation_beyond_a_nodes_share_of_memory_is_split_too():
+    """O11: a 429 that never succeeds says so by its sizes; any other is a matter of time."""
+    text = "rejected execution of coordinating operation [all_bytes=0, "
+    text += "coordinating_operation_bytes={}, max_coordinating_and_primary_bytes=100]"
+    large, busy = (
+        Said(429, json.dumps({"error": {"type": "rejected", "reason": text.format(n)}}).encode())
+        for n in (101, 99)
+    )
+    with StandIn([lambda _: large, lambda _: busy, items({}), lambda _: large]) as stand_in:
+        report = write(stand_in, changes(["a", "b"]), on_error="dead_letter")
+    asked = [asked.ids() for asked in stand_in.asked]
+    assert asked[:4] == [["a", "b"], ["a"], ["a"], ["b"]]
+    assert (report["indexed"], report["dead_letters"], report["retries"]) == (1, 1, 1)
+
+
 def test_a_document_that_is_too_large_by_itself_is_refused_alone():
     """E10: one document does not hold up the others."""
     big = json.dumps({"text": "x" * 3000})
@@ -331,6 +353,57 @@ def test_hosts_that_do_not_answer_are_named():
     assert nobody in str(refused.value)
 
 
+def test_an_answer_that_opensearch_never_gives_is_told():
+    """O12: what acknowledges nothing is not taken for success."""
+    for answer in (b"<html>welcome</html>", b'{"status":"ok"}'):
+        with StandIn(always=lambda _, body=answer: Said(200, body)) as stand_in:
+            with pytest.raises(ConfigInvalid, match="does not answer as OpenSearch"):
+                write(stand_in, changes(["a"]))
+    short = items({})
+    with StandIn(always=lambda asked: short(asked._replace(body=asked.body[:0]))) as stand_in:
+        with pytest.raises(Broken, match="every line"):
+            write(stand_in, changes(["a"]))
+
+
+# Signatures
+
+
+def test_a_signature_is_the_one_of_amazons_own_test_suite():
+    """O11: SigV4, by the published vectors `get-vanilla` and `get-vanilla-query-order-key-case`."""
+    keys = Credentials(key_id="AKIDEXAMPLE", secret="wJalrXUtnFEMI/K7MDENG+bPxRfiCYEXAMPLEKEY")
+    scope = Scope(region="us-east-1", service="service")
+    expected = {
+        "/": "5fa00fa31553b73ebf1942676e86291e8372ff2a2260956d9b8aae1d763fbf31",
+        "/?Param2=value2&Param1=value1": (
+            "b97d918cfa904a5beff61c982a1b6f458b799221646efd99d3219ec94cdf2500"
+        ),
+    }
+    for path, wanted in expected.items():
+        request = Request(method="GET", host="example.amazonaws.com", path=path, body=b"")
+        headers = signature(request, scope, keys, 1440938160)
+        assert headers["x-amz-date"] == "20150830T123600Z"
+        assert headers["Authorization"].endswith(
+            f"SignedHeaders=host;x-amz-date, Signature={wanted}"
+        )
+
+
+def test_requests_are_signed_with_what_the_environment_has(monkeypatch):
+    """O11: SigV4; the token goes along, and without credentials nothing is sent."""
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID", raising=False)
+    with StandIn() as stand_in:
+        with pytest.raises(ConfigInvalid, match="no credentials"):
+            write(stand_in, changes(["a"]), aws_sigv4=True, aws_region="eu-west-1")
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKID")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hush-hush")
+        monkeypatch.setenv("AWS_SESSION_TOKEN", "for-a-while")
+        write(stand_in, changes(["a"]), aws_sigv4=True, aws_region="eu-west-1")
+    headers = stand_in.asked[0].headers
+    assert headers["x-amz-security-token"] == "for-a-while"
+    assert "/eu-west-1/es/aws4_request" in headers["Authorization"]
+    assert "SignedHeaders=host;x-amz-date;x-amz-security-token" in headers["Authorization"]
+    assert "hush-hush" not in repr(from_environment())
+
+
 # TLS
 
 
@@ -404,6 +477,8 @@ def test_data_preppers_own_expressions_are_taken():
         {"hosts": []},
         {"hosts": "https://one:9200"},
         {"api_key": "k", "username": "me"},
+        {"aws_sigv4": True},
+        {"aws_sigv4": True, "aws_region": "eu-west-1", "username": "me"},
         {"bulk_bytes_max": 0},
         {"progress_index": "Upper"},
     ],
