@@ -115,7 +115,7 @@ class OpenSearchSink:
         wanted = properties(known.columns)
         if state.mapped.get(table) == wanted and table in state.indices:
             return True
-        own = self._install_templates(index, wanted)
+        own = self._offer_mapping(index, wanted)
         found = self._found(table, index)
         if found is None:
             create_index(self._client, index)
@@ -123,6 +123,8 @@ class OpenSearchSink:
             log.info("index created", extra={"table": table, "index": index, "template": own})
         if found is None:
             raise _deleted(index)
+        if self._options.on_error == DEAD_LETTER:
+            self._install_template(dead_letters(found.name), _DEAD_LETTERS, {})
         self._remember_deletes(found.name)
         self._complete(found.name, wanted)
         state.indices[table], state.mapped[table] = found, wanted
@@ -275,10 +277,8 @@ class OpenSearchSink:
             f"{self._options.progress_index} to load all tables of the pipeline anew.",
         )
 
-    def _install_templates(self, index: str, wanted: Mapping[str, Any]) -> bool:
+    def _offer_mapping(self, index: str, wanted: Mapping[str, Any]) -> bool:
         """Let the index be created with the table's mapping, unless its owner has another."""
-        if self._options.on_error == DEAD_LETTER:
-            self._install_template(dead_letters(index), _DEAD_LETTERS, {})
         # Templates of the old kind are not looked at where one of the new kind applies.
         if self._old_template(index):
             return False

@@ -71,7 +71,9 @@ _STATUS = b'"status":'
 _MUST_BE_ESCAPED = '["\\\\\\x00-\\x1f]'
 _CONTROLS = [chr(code) for code in range(0x20)]
 # OpenSearch quotes the value that it does not take; errors and logs show no values.
-_QUOTED_VALUE = re.compile(r"\.? ?Preview of field's value: '.*'", re.DOTALL)
+_QUOTED_VALUE = re.compile(
+    r"\.? ?(?:Preview of field's value|The prefix of the first immense term is): '.*'", re.DOTALL
+)
 # A node takes operations up to a tenth of its memory, and says both sizes when it refuses one.
 _OPERATION_BYTES = re.compile(r"operation_bytes=(\d+), max_\w+_bytes=(\d+)")
 _INDEX_GONE = "index_not_found_exception"

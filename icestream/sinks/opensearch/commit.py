@@ -238,7 +238,6 @@ class ProgressDocument:
             path = f"{self._path('_doc')}?{condition}"
         failpoints.reach(failpoints.BEFORE_SWAP)
         answer = self._client.ask("PUT", path, json.dumps(source).encode())
-        failpoints.reach(failpoints.AFTER_SWAP)
         if answer.status == CONFLICT:
             raise CommitConflict(
                 f"the progress of pipeline {self._pipeline} was replaced meanwhile",
@@ -256,6 +255,7 @@ class ProgressDocument:
                 hint="Name another index with `progress_index`; icestream creates it as it needs "
                 "it.",
             )
+        failpoints.reach(failpoints.AFTER_SWAP)
 
     def _create_index(self) -> None:
         create_index(self._client, self._index, _PROGRESS_INDEX)
