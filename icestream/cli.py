@@ -236,9 +236,11 @@ def _status(options: argparse.Namespace) -> int:
 
 
 def _status_line(row: dict[str, Any]) -> str:
+    # An index has no snapshots.
+    snapshot = f"snapshot {row['snapshot_id']}  " if row["snapshot_id"] else ""
     return (
         f"{row['pipeline']}  {row['table']}  epoch {row['epoch']}  at {row['position']}  "
-        f"snapshot {row['snapshot_id']}  committed {row['committed_at']}  {row['state']}"
+        f"{snapshot}committed {row['committed_at']}  {row['state']}"
     )
 
 

@@ -89,8 +89,9 @@ def pipeline_status(config: PipelineConfig, spark: SparkSession) -> list[dict[st
 
 
 def _document_status(row: dict[str, Any], source: Source) -> dict[str, Any]:
-    upper = row.pop("upper")
-    return {**row, "position": source.position(upper), "snapshot_id": None}
+    upper, committed_at = row.pop("upper"), row.pop("committed_at")
+    position, at = source.position(upper), _time(int(committed_at * 1000)) if committed_at else ""
+    return {**row, "position": position, "snapshot_id": None, "committed_at": at}
 
 
 def _table_state(head: Any) -> str:

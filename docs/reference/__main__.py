@@ -12,7 +12,9 @@ from icestream.cli import _parser
 from icestream.config import SparkOptions
 from icestream.pipeline import Cadence
 from icestream.sinks.iceberg import IcebergSinkOptions, TableOptions
+from icestream.sinks.opensearch import OpenSearchOptions
 from icestream.sources.cockroachdb import CockroachdbOptions
+from icestream.sources.iceberg import IcebergSourceOptions, IcebergTableOptions
 from icestream.sources.postgres import PostgresOptions
 from icestream.sources.postgres.decode import TYPE_RULES
 
@@ -21,8 +23,11 @@ SECTIONS: Mapping[str, type] = {
     "Every pipeline": Cadence,
     "source.postgres": PostgresOptions,
     "source.cockroachdb": CockroachdbOptions,
+    "source.iceberg": IcebergSourceOptions,
+    "source.iceberg.tables": IcebergTableOptions,
     "sink.iceberg": IcebergSinkOptions,
     "sink.iceberg.tables.<table>, or `*` for all": TableOptions,
+    "sink.opensearch": OpenSearchOptions,
     "spark": SparkOptions,
 }
 
