@@ -37,7 +37,7 @@ IMPORTERS_OF_SAMPLES = {"demo"}
 CONFINED = {
     "pyspark": {
         *("spark", "worker", "config", "status", "demo"),
-        *("sources.iceberg", "sources.iceberg.changelog"),
+        *("sources", "sources.iceberg", "sources.iceberg.changelog"),
     },
     "py4j": {"iceberg.catalog"},
     "prometheus_client": {"metrics", "status"},

@@ -65,6 +65,7 @@ def proxy(node: OpenSearch) -> Iterator[Proxy]:
 @pytest.fixture(autouse=True)
 def clean(node: OpenSearch, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of another test is left, and pauses are short."""
+    # Nobody needs to wait as long as a busy cluster does.
     monkeypatch.setattr(client, "BACKOFF_SECONDS", 0.01)
     for path in ("shop.*", "icestream-progress", "mine", "*__dead_letters"):
         ask(node, "DELETE", f"/{path}?ignore_unavailable=true")
@@ -78,6 +79,7 @@ def rules_off(monkeypatch: pytest.MonkeyPatch) -> SetRules:
 
     def switch(*rules: str) -> None:
         text = ",".join(f"rule-{rule}=off" for rule in rules)
+        # The rule that is taken out is named by the test.
         monkeypatch.setenv("ICESTREAM_FAILPOINTS", text)
 
     return switch
@@ -450,6 +452,7 @@ def test_a_node_that_restarts_in_mid_write_delays_it(
     node: OpenSearch, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """O11: kill -9 of the node, and what it acknowledged is there."""
+    # Long enough for the node to come back, and no longer.
     monkeypatch.setattr(client, "BACKOFF_SECONDS", 0.25)
     sink = started(proxy, bulk_documents_max=100)
     send(sink, changes(["before"]))
@@ -640,10 +643,12 @@ def test_a_crash_after_the_swap_is_found_durable(
 ) -> None:
     """E3: before the swap nothing is durable, after it everything."""
     sink = started(node)
+    # The program itself fails there, as it would by a crash.
     monkeypatch.setenv("ICESTREAM_FAILPOINTS", "before-swap=error")
     with pytest.raises(FailpointError):
         commit(sink, 1)
     assert sink_on(node).durable([TABLE])[TABLE].epoch == 0
+    # The program itself fails there, as it would by a crash.
     monkeypatch.setenv("ICESTREAM_FAILPOINTS", "after-swap=error")
     with pytest.raises(FailpointError):
         commit(sink, 1)
@@ -654,6 +659,7 @@ def test_hosts_that_are_down_are_unavailable(
     node: OpenSearch, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """O11: a start without a cluster, and a commit that outlives one."""
+    # The trouble lasts for ever here; two minutes of it would prove no more.
     monkeypatch.setattr(client, "RETRY_SECONDS_MAX", 0.2)
     sink = started(proxy)
     proxy.down()

@@ -19,7 +19,9 @@ from icestream.config import (
 from icestream.errors import ConfigInvalid
 from icestream.pipeline import Cadence
 from icestream.sinks.iceberg import IcebergSinkOptions, TableOptions
+from icestream.sinks.opensearch import OpenSearchOptions
 from icestream.sources.cockroachdb import CockroachdbOptions
+from icestream.sources.iceberg import IcebergSourceOptions
 
 SECRET = "hunter2"
 
@@ -258,7 +260,8 @@ def test_durations_are_iso_8601_or_seconds(text, seconds):
         "P",
         "PT",
         "10",
-        "10s",
+        "10 s",
+        "10x",
         "PT10",
         "P1M",
         "-PT1S",
@@ -275,6 +278,80 @@ def test_what_is_no_duration_is_refused(text):
     with pytest.raises(ConfigInvalid, match="place is not a duration") as caught:
         parse_duration(text, "place")
     assert "PT10S" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("30s", 30.0), ("1500ms", 1.5), ("2m", 120.0), ("1h", 3600.0)]
+)
+def test_durations_may_be_written_as_data_prepper_does(text, seconds):
+    """O13: its pipeline files load unchanged."""
+    assert parse_duration(text, "place") == seconds
+
+
+DATA_PREPPER = """
+version: "2"
+iceberg-cdc-pipeline:
+  source:
+    iceberg:
+      tables:
+        - table_name: "my_database.my_table"
+          catalog:
+            type: rest
+            uri: "https://example.com/api/catalog"
+            warehouse: "my_warehouse"
+          disable_export: false
+          polling_interval: "PT30S"
+          identifier_columns: ["region", "category"]
+  sink:
+    - opensearch:
+        hosts: ["https://opensearch:9200"]
+        document_id_field: "document_id"
+        action: "${getMetadata(\\"bulk_action\\")}"
+"""
+
+
+def test_a_pipeline_file_of_data_prepper_loads_unchanged(tmp_path):
+    """O13: an `iceberg` source with an `opensearch` sink, by the names of its RFC."""
+    path = tmp_path / "pipelines.yaml"
+    path.write_text(DATA_PREPPER)
+    (pipeline,) = load(path).pipelines
+    assert isinstance(pipeline.source, IcebergSourceOptions)
+    assert isinstance(pipeline.sink, OpenSearchOptions)
+    (table,) = pipeline.source.tables
+    assert table.table_name == "my_database.my_table"
+    assert table.identifier_columns == ["region", "category"]
+    assert pipeline.source.interval == 30.0
+    assert pipeline.sink.index_name(table.table_name) == "my_database.my_table"
+    assert catalogs([pipeline])[0]["uri"] == "https://example.com/api/catalog"
+
+
+@pytest.mark.parametrize(
+    ("source", "sink"),
+    [
+        ({"iceberg": {"tables": [{"table_name": "a.b"}]}}, {"iceberg": {}}),
+        ({"cockroachdb": {"files": "feed"}}, {"opensearch": {"hosts": ["http://search:9200"]}}),
+    ],
+)
+def test_a_source_and_a_sink_that_do_not_fit_are_refused(source, sink):
+    """U3: a clear error says which belong together."""
+    error = refused({"orders": {"source": source, "sink": sink}})
+    assert "do not fit" in error.message
+    assert "opensearch" in error.hint
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        ([], "lacks a table's name"),
+        ([{"identifier_columns": ["id"]}], "lacks a table's name"),
+        ([{"table_name": "a.b"}, {"table_name": "a.b"}], "named twice"),
+    ],
+)
+def test_an_iceberg_source_names_each_table_once(tables, message):
+    """O13: `tables[].table_name` is what a pipeline reads."""
+    sink = {"opensearch": {"hosts": ["http://search:9200"]}}
+    error = refused({"search": {"source": {"iceberg": {"tables": tables}}, "sink": sink}})
+    assert message in error.message
 
 
 def test_a_sink_url_names_catalog_namespace_and_table():

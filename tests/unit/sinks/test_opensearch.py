@@ -59,6 +59,7 @@ ODD_IDS = [
 @pytest.fixture(autouse=True)
 def impatience(monkeypatch):
     """Pauses that nobody notices."""
+    # Nobody needs to wait as long as a busy cluster does.
     monkeypatch.setattr(client, "BACKOFF_SECONDS", 0.001)
     monkeypatch.setattr(client, "BACKOFF_SECONDS_MAX", 0.01)
     monkeypatch.setattr(client, "RETRY_SECONDS_MAX", 0.5)
@@ -389,10 +390,12 @@ def test_a_signature_is_the_one_of_amazons_own_test_suite():
 
 def test_requests_are_signed_with_what_the_environment_has(monkeypatch):
     """O11: SigV4; the token goes along, and without credentials nothing is sent."""
+    # Credentials of the machine must not take part.
     monkeypatch.delenv("AWS_ACCESS_KEY_ID", raising=False)
     with StandIn() as stand_in:
         with pytest.raises(ConfigInvalid, match="no credentials"):
             write(stand_in, changes(["a"]), aws_sigv4=True, aws_region="eu-west-1")
+        # Credentials come from the environment.
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKID")
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hush-hush")
         monkeypatch.setenv("AWS_SESSION_TOKEN", "for-a-while")
@@ -411,6 +414,7 @@ def test_requests_are_signed_with_what_the_environment_has(monkeypatch):
 def certificate(tmp_path_factory) -> Path:
     """A certificate that nobody vouches for, with its key."""
     if shutil.which("openssl") is None:
+        # The certificate is made by a program that the machine may lack.
         pytest.skip("there is no openssl to make a certificate with")
     folder = tmp_path_factory.mktemp("tls")
     command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
