@@ -1,6 +1,6 @@
 """`make bench`: speed as ratios within one run, both sides warm and repeated equally.
 
-    python -m bench [--scale 0.1] [--only write,json,commit,postgres]
+    python -m bench [--scale 0.1] [--only write,json,commit,postgres,changelog,load]
 
 Prints a table and keeps it as JSON in `bench/results/`, with the machine and the commit.
 """
@@ -25,6 +25,7 @@ from pyspark.sql import SparkSession
 from bench.changes import SHAPE, ParquetSplit, by_key, changes, rows, write_feed
 from bench.measure import Measured, median, repeat, resident_bytes
 from bench.postgres import JDBC_DRIVER, PostgresBench
+from bench.search import ChangelogBench, LoadBench
 from icestream.change import AT, OP, SEQ, Op, fold
 from icestream.config import PipelineConfig, open_pipeline, open_sink, parse
 from icestream.epoch import Epoch
@@ -38,6 +39,7 @@ WARM_UPS = 2
 REPETITIONS = 4
 TABLE_ROWS = 5_000_000
 CHANGES = 1_000_000
+PARTS = ("write", "json", "commit", "postgres", "changelog", "load")
 
 
 class Bench:
@@ -234,6 +236,17 @@ class Bench:
         reports = list(writer.write(name, "00000", whole))
         sink.commit(Written(epoch=epoch, reports=reports, skipped=0, writer=writer, labels={}))
 
+    def change(self, name: str, count: int, rows_there: int) -> None:
+        """Commit a second epoch of changes to a table that was loaded: deletes by value."""
+        sink = open_sink(self.config(name, self.folder / "none"), self.spark)
+        sink.claim([name])
+        sink.prepare(name, lambda: SHAPE)
+        lower, upper = (Frontier({"resolved": (number, 0)}) for number in (1, 2))
+        epoch = Epoch(number=2, lower=lower, upper=upper)
+        writer = sink.writer(epoch, [name])
+        reports = list(writer.write(name, "00000", changes(count, rows_there, 1)))
+        sink.commit(Written(epoch=epoch, reports=reports, skipped=0, writer=writer, labels={}))
+
     def _table_rows(self) -> pa.Table:
         return rows(np.arange(self.table_rows, dtype=np.int64), 99)
 
@@ -297,7 +310,7 @@ class Bench:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="bench")
     parser.add_argument("--scale", type=float, default=1.0, help="share of the full size")
-    parser.add_argument("--only", default="write,json,commit,postgres", help="which parts to run")
+    parser.add_argument("--only", default=",".join(PARTS), help="which parts to run")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="icestream-bench-") as folder:
         bench = Bench(Path(folder), options.scale)
@@ -306,6 +319,8 @@ def main() -> int:
             "json": bench.json_files,
             "commit": lambda: bench.commits(max(300, int(1000 * options.scale))),
             "postgres": lambda: PostgresBench(bench, Path(folder), options.scale).run(),
+            "changelog": lambda: ChangelogBench(bench, options.scale).run(),
+            "load": lambda: LoadBench(bench, Path(folder), options.scale).run(),
         }
         for name in options.only.split(","):
             parts[name]()

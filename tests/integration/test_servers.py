@@ -196,7 +196,7 @@ def test_an_opensearch_node_keeps_its_documents_and_dies_with_its_owner(tmp_path
 def test_an_opensearch_node_that_cannot_start_shows_its_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The folder that all runs share must not keep what this test unpacks.
+    # A heap that no node can start with.
     monkeypatch.setattr(servers, "OPENSEARCH_OPTIONS", ("-Xmx1k",))
     with pytest.raises(ServerFailed, match="Too small maximum heap"):
         OpenSearch(tmp_path).start()
