@@ -139,6 +139,8 @@ class Changelog:
     def nothing(self, stage: Stage, snapshot: Snapshot) -> DataFrame:
         """No change at all, in the right columns."""
         schema = T.StructType.fromJson(stage.spark_schema())
+        if self.history.has_row_ids:
+            schema = schema.add(ROW_ID, T.LongType())
         rows = self._prepared(self._spark.createDataFrame([], schema), self._shape(snapshot))
         return self._as_events(rows.withColumn(OPERATION, F.lit(INSERT)), snapshot)
 
