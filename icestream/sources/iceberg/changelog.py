@@ -39,6 +39,7 @@ INDEX = "INDEX"
 
 _KEY, _SIGN, _HASH = "key", "sign", "hash"
 _LOW_BITS = 0xFFFF_FFFF
+_BITS = 62
 # The hashes of changed identities are sent to every task while they are no more than this.
 _BROADCAST_MAX = 20_000_000
 
@@ -196,7 +197,8 @@ class Changelog:
         else:
             key, document_id = comparable, F.lit(None).cast("string")
         return staged.select(
-            key.alias(_KEY), row.alias(ROW), document_id.alias(DOCUMENT_ID), *_hashes(comparable)
+            *(key.alias(_KEY), row.alias(ROW), document_id.alias(DOCUMENT_ID)),
+            *_hashes([(F.col(place), kinds[place]) for place, _ in there]),
         )
 
     def _without_carried(self, rows: DataFrame) -> DataFrame:
@@ -264,14 +266,43 @@ def _changed(rows: DataFrame, by: str, *others: Column) -> DataFrame:
     return found.filter(differs)
 
 
-def _hashes(row: Column) -> list[Column]:
-    """Three hashes of 32 bits: sums of them over any number of rows do not overflow."""
-    whole, other = F.xxhash64(row), F.hash(row)
+def _hashes(values: Sequence[tuple[Column, T.DataType]]) -> list[Column]:
+    """Three hashes of 32 bits: sums of them over any number of rows do not overflow.
+
+    Spark's hash functions pass over nulls, so that (null, x) and (x, null) hash alike, and lists
+    run into one another: nulls and lengths are hashed as well.
+    """
+    nested = [isinstance(kind, T.ArrayType | T.MapType | T.StructType) for _, kind in values]
+    told = [
+        _told(_comparable(value, kind), _comparable_kind(kind))
+        if deep
+        else _comparable(value, kind)
+        for (value, kind), deep in zip(values, nested, strict=True)
+    ]
+    plain = [value for (value, _), deep in zip(values, nested, strict=True) if not deep]
+    for start in range(0, len(plain), _BITS):
+        bits = [
+            F.when(value.isNull(), F.lit(1 << place)).otherwise(F.lit(0)).cast("long")
+            for place, value in enumerate(plain[start : start + _BITS])
+        ]
+        told.append(reduce(Column.bitwiseOR, bits))
+    whole, other = F.xxhash64(*told), F.hash(*told)
     return [
         F.shiftrightunsigned(whole, 32).alias("h1"),
         whole.bitwiseAND(F.lit(_LOW_BITS)).alias("h2"),
         other.cast("long").bitwiseAND(F.lit(_LOW_BITS)).alias("h3"),
     ]
+
+
+def _told(value: Column, kind: T.DataType) -> Column:
+    """The value with its nulls and lengths spelled out, for hashing."""
+    if isinstance(kind, T.ArrayType):
+        each = F.transform(value, lambda item: _told(item, kind.elementType))
+        return F.struct(value.isNull(), F.size(value), each)
+    if isinstance(kind, T.StructType):
+        inner = (_told(value.getField(field.name), field.dataType) for field in kind.fields)
+        return F.struct(value.isNull(), *inner)
+    return F.struct(value.isNull(), value)
 
 
 def _comparable(value: Column, kind: T.DataType) -> Column:
@@ -298,6 +329,21 @@ def _comparable(value: Column, kind: T.DataType) -> Column:
         )
         return F.when(value.isNotNull(), inner)
     return F.to_json(value)
+
+
+def _comparable_kind(kind: T.DataType) -> T.DataType:
+    """The type of what `_comparable` makes of a value."""
+    if not _has_map(kind):
+        return kind
+    if isinstance(kind, T.MapType):
+        entry = T.StructType().add("key", kind.keyType)
+        return T.ArrayType(entry.add("value", _comparable_kind(kind.valueType)))
+    if isinstance(kind, T.ArrayType):
+        return T.ArrayType(_comparable_kind(kind.elementType))
+    if isinstance(kind, T.StructType):
+        fields = [T.StructField(each.name, _comparable_kind(each.dataType)) for each in kind.fields]
+        return T.StructType(fields)
+    return T.StringType()
 
 
 def _has_map(kind: T.DataType) -> bool:
