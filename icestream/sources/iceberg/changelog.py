@@ -38,6 +38,7 @@ UPDATE_BEFORE, UPDATE_AFTER = "UPDATE_BEFORE", "UPDATE_AFTER"
 INDEX = "INDEX"
 
 _KEY, _SIGN, _HASH = "key", "sign", "hash"
+_HASHES = ("h1", "h2", "h3")
 _LOW_BITS = 0xFFFF_FFFF
 _BITS = 62
 # The hashes of changed identities are sent to every task while they are no more than this.
@@ -111,7 +112,7 @@ class Changelog:
         after = self._rows(stage, step.came, shape)
         before = self._rows(stage, step.gone, shape)
         dead, revived = self._touched(stage, step, shape)
-        by_value = [self._rows(stage, each.tasks, shape) for each in step.equality]
+        by_value = [self._ids(stage, each.tasks, shape) for each in step.equality]
         minus = _union([before, dead, *by_value])
         plus = _union([after, revived])
         if minus is None and plus is None:
@@ -160,6 +161,23 @@ class Changelog:
         """The live rows of these files."""
         found = self._read(stage, tasks)
         return self._prepared(found, shape) if found is not None else None
+
+    def _ids(self, stage: Stage, tasks: Any, shape: _Shape) -> DataFrame | None:
+        """What deletes by value name: identifiers, and nothing else of the rows that had them.
+
+        No hash of theirs cancels out the row that comes instead, be it all null but its identifier.
+        """
+        found = self._read(stage, tasks)
+        if found is None:
+            return None
+        alone = [
+            (
+                F.col(field.name) if field.name in shape.key else F.lit(None).cast(field.dataType)
+            ).alias(field.name)
+            for field in found.schema.fields
+        ]
+        ids = self._prepared(found.select(*alone), shape)
+        return ids.withColumns(dict.fromkeys(_HASHES, F.lit(0).cast("long")))
 
     def _touched(
         self, stage: Stage, step: Step, shape: _Shape
@@ -259,7 +277,7 @@ def _by_row(rows: DataFrame) -> DataFrame:
 
 def _changed(rows: DataFrame, by: str, *others: Column) -> DataFrame:
     """The groups whose rows before and after are not the same set, counted with their numbers."""
-    sums = {name: F.sum(F.col(name) * F.col(_SIGN)) for name in ("h1", "h2", "h3")}
+    sums = {name: F.sum(F.col(name) * F.col(_SIGN)) for name in _HASHES}
     sums["more"] = F.sum(_SIGN)
     found = rows.groupBy(by).agg(*(each.alias(name) for name, each in sums.items()), *others)
     differs = reduce(lambda one, other: one | other, (F.col(name) != 0 for name in sums))
