@@ -41,6 +41,7 @@ class Snapshot:
     operation: str
     time_ms: int
     schema_id: int
+    has_row_ids: bool
 
     @property
     def keeps_rows(self) -> bool:
@@ -288,6 +289,7 @@ class History:
             operation=str(java.operation()),
             time_ms=int(java.timestampMillis()),
             schema_id=int(schema) if schema is not None else self._table.schema().schemaId(),
+            has_row_ids=java.firstRowId() is not None,
         )
 
     def _schema(self, snapshot: Snapshot) -> Any:

@@ -85,6 +85,12 @@ class _Shape:
 
     columns: Sequence[tuple[str, str]]
     key: Sequence[str]
+    by_row_id: bool = False
+
+    @property
+    def identified(self) -> bool:
+        """Whether something less than the whole row tells which row it is."""
+        return bool(self.key) or self.by_row_id
 
 
 class Changelog:
@@ -106,8 +112,8 @@ class Changelog:
         """
         newer = path[-1]
         step = self.history.step(older, path, frozenset(self._key_ids))
-        shape = self._shape(newer)
-        if (self.history.has_row_ids and not shape.key) or not stage.has_marks:
+        shape = self._shape(newer, older)
+        if shape.by_row_id or not stage.has_marks:
             step = step.rewritten()
         after = self._rows(stage, step.came, shape)
         before = self._rows(stage, step.gone, shape)
@@ -128,7 +134,7 @@ class Changelog:
         assert rows is not None
         if before is not None:
             rows = self._without_carried(rows)
-        found = _by_identity(rows) if self.identified else _by_row(rows)
+        found = _by_identity(rows) if shape.identified else _by_row(rows)
         return self._as_events(found, newer)
 
     def load(self, tasks: Any, snapshot: Snapshot, stage: Stage) -> DataFrame | None:
@@ -141,15 +147,21 @@ class Changelog:
     def nothing(self, stage: Stage, snapshot: Snapshot) -> DataFrame:
         """No change at all, in the right columns."""
         schema = T.StructType.fromJson(stage.spark_schema())
-        if self.history.has_row_ids:
+        if snapshot.has_row_ids:
             schema = schema.add(ROW_ID, T.LongType())
         rows = self._prepared(self._spark.createDataFrame([], schema), self._shape(snapshot))
         return self._as_events(rows.withColumn(OPERATION, F.lit(INSERT)), snapshot)
 
-    def _shape(self, snapshot: Snapshot) -> _Shape:
+    def _shape(self, snapshot: Snapshot, older: Snapshot | None = None) -> _Shape:
         schema = schema_from_json(self.history.schema_json(snapshot))
-        columns = [(staged_name(field.field_id), field.name) for field in schema.fields]
-        return _Shape(columns=columns, key=[staged_name(number) for number in self._key_ids])
+        return _Shape(
+            columns=[(staged_name(field.field_id), field.name) for field in schema.fields],
+            key=[staged_name(number) for number in self._key_ids],
+            # Rows get their ids by the first snapshot after the table's upgrade.
+            by_row_id=not self._key_ids
+            and snapshot.has_row_ids
+            and (older is None or older.has_row_ids),
+        )
 
     def _read(self, stage: Stage, tasks: Any, marked: bool = False) -> DataFrame | None:
         if tasks.isEmpty():
@@ -205,12 +217,8 @@ class Changelog:
         if shape.key:
             key = F.struct(*(F.col(place).alias(place) for place in shape.key))
             document_id = _document_id([(F.col(place), kinds[place]) for place in shape.key])
-        elif self.history.has_row_ids:
-            # Files from before the table's upgrade may have no row ids.
-            key = F.struct(
-                F.col(ROW_ID).alias(ROW_ID),
-                F.when(F.col(ROW_ID).isNull(), comparable).alias(ROW),
-            )
+        elif shape.by_row_id:
+            key = F.struct(F.col(ROW_ID).alias(ROW_ID))
             document_id = F.col(ROW_ID).cast("string")
         else:
             key, document_id = comparable, F.lit(None).cast("string")
