@@ -38,6 +38,8 @@ UPDATE_BEFORE, UPDATE_AFTER = "UPDATE_BEFORE", "UPDATE_AFTER"
 INDEX = "INDEX"
 
 _KEY, _SIGN, _HASH = "key", "sign", "hash"
+# A part of an identifier that is null; no text becomes this, as its backslash would be doubled.
+_NULL = r"\N"
 _HASHES = ("h1", "h2", "h3")
 _LOW_BITS = 0xFFFF_FFFF
 _BITS = 62
@@ -388,7 +390,9 @@ def _document_id(parts: Sequence[tuple[Column, T.DataType]]) -> Column:
     ]
     if len(texts) == 1:
         return texts[0]
-    escaped = [F.regexp_replace(text, r"([\\|])", r"\\$1") for text in texts]
+    escaped = [
+        F.coalesce(F.regexp_replace(text, r"([\\|])", r"\\$1"), F.lit(_NULL)) for text in texts
+    ]
     separated = [part for each in escaped for part in (F.lit("|"), each)][1:]
     return F.concat(*separated)
 
