@@ -132,15 +132,22 @@ class History:
     def between(self, start: int | None, end: int) -> list[Snapshot]:
         """The snapshots after `start` up to `end`, oldest first; None begins with the first.
 
-        Raises `ConfigInvalid` when `start` is not among the ancestors of `end`.
+        Raises `ConfigInvalid` when `start` is not among the ancestors of `end`, or there is no
+        `end`.
         """
         found: list[Snapshot] = []
         with as_unavailable(self._unavailable):
+            self._metadata()
             for each in self._ancestors(end):
                 if each.id == start:
                     return found[::-1]
                 found.append(each)
-        if start is not None or (found and found[-1].parent_id is not None):
+        if not found:
+            raise ConfigInvalid(
+                f"table {self.name} has no snapshot {end}",
+                hint="Choose snapshots from the table's history: SELECT * FROM <table>.history.",
+            )
+        if start is not None or found[-1].parent_id is not None:
             raise ConfigInvalid(
                 f"the history of table {self.name} before snapshot {end} "
                 + (f"does not hold snapshot {start}" if start else "has been expired in part"),
