@@ -70,7 +70,7 @@ def changelog(
     older = log.history.snapshot(start) if start is not None else None
     frames = []
     for path in [steps] if net and steps else [[step] for step in steps]:
-        if net or not path[-1].keeps_rows:
+        if not all(each.keeps_rows for each in path):
             frames.append(log.changes(older, path, Stage(table, path[-1].schema_id)))
         older = path[-1]
     found = [frame for frame in frames if frame is not None]
