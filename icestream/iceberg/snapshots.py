@@ -171,7 +171,8 @@ class History:
     ) -> Step:
         """What changed after `older` along a path of snapshots, whose last one is the newer state.
 
-        Equality deletes by exactly the columns `by_value` are not looked for in any file.
+        Equality deletes by exactly the columns `by_value` are not looked for in any file, if they
+        reach all rows that have these values.
         """
         with as_unavailable(self._unavailable):
             picks, newer = self._picks, path[-1]
@@ -185,7 +186,7 @@ class History:
             both.retainAll(gone)
             came.removeAll(both)
             gone.removeAll(both)
-            equality, added, removed = self._deletes(path, by_value)
+            equality, added, removed = self._deletes(older, path, by_value)
             return self._step(older, newer, (gone, came), (added, removed), equality)
 
     def _step(
@@ -225,23 +226,40 @@ class History:
         return newer.parent_id == (older.id if older else None)
 
     def _deletes(
-        self, path: Sequence[Snapshot], by_value: frozenset[int]
+        self, older: Snapshot | None, path: Sequence[Snapshot], by_value: frozenset[int]
     ) -> tuple[list[EqualityDeletes], Any, Any]:
         """Equality deletes that say it all, and the places of other added and removed deletes."""
         picks, io = self._picks, self._table.io()
         added, removed, found = picks.nothing(), picks.nothing(), picks.no_tasks()
-        alone = len(path) == 1
+        reaching = self._reaching_specs(older, by_value) if len(path) == 1 else frozenset()
         for each in path:
             java = self._metadata_snapshot(each.id)
             removed.addAll(picks.locations(java.removedDeleteFiles(io)))
             for file in java.addedDeleteFiles(io):
                 ids = file.equalityFieldIds()
-                if alone and ids is not None and frozenset(ids) == by_value:
+                if ids is not None and file.specId() in reaching and frozenset(ids) == by_value:
                     found.add(self._rows_of_deletes(file))
                 else:
                     added.add(file.location())
         equality = [EqualityDeletes(field_ids=by_value, tasks=found)] if found.size() else []
         return equality, added, removed
+
+    def _reaching_specs(self, older: Snapshot | None, by_value: frozenset[int]) -> frozenset[int]:
+        """The partition specs whose deletes by these columns reach all rows with their values.
+
+        A partition's deletes reach the files of that partition alone: that is enough if the values
+        tell the partition and no file was written by another spec.
+        """
+        java = self._metadata_snapshot(older.id) if older else None
+        manifests = java.dataManifests(self._table.io()) if java is not None else ()
+        written_by = {int(manifest.partitionSpecId()) for manifest in manifests}
+        found = set()
+        for number, spec in self._table.specs().items():
+            sources = {int(field.sourceId()) for field in spec.fields()}
+            told = sources <= by_value and written_by <= {int(number)}
+            if spec.isUnpartitioned() or told:
+                found.add(int(number))
+        return frozenset(found)
 
     def _rows_of_deletes(self, file: Any) -> Any:
         """A task that reads a delete file's rows as if they were a table's."""
