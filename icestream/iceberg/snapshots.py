@@ -383,6 +383,8 @@ class Stage:
 
     def __init__(self, table: Table, schema_id: int):
         self._jvm = table.jvm
+        to_json = self._jvm.org.apache.iceberg.SchemaParser.toJson
+        self.schema_json = str(to_json(table.java.schemas().get(schema_id)))
         self._view = table.viewed(schema_id)
         # Spark offers a row's place or its id, never both: places only of tables without lineage.
         self._marked = table.viewed(schema_id, without_lineage=True)

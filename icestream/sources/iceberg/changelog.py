@@ -61,24 +61,24 @@ def changelog(
     one change in each; with `net` only the difference between the two states. The columns are
     `iceberg_operation` (INSERT, DELETE, UPDATE_AFTER), `iceberg_table_name`, `iceberg_snapshot_id`,
     `document_id`, `bulk_action` (INDEX, DELETE) and `row`: the row after the change, or, of a
-    delete, as much of the row before it as is known, its identifier at the least.
+    delete, as much of the row before it as is known, its identifier at the least. All rows have the
+    columns of snapshot `end`, by field id; what was changed in a column dropped since is not told.
 
     The table's history must not be expired before the result has been used.
     """
     log = Changelog(spark, table, identifier_columns)
     steps = log.history.between(start, end)
     older = log.history.snapshot(start) if start is not None else None
+    last = log.history.snapshot(end)
+    assert last is not None
+    stage = Stage(table, last.schema_id)
     frames = []
     for path in [steps] if net and steps else [[step] for step in steps]:
         if not all(each.keeps_rows for each in path):
-            frames.append(log.changes(older, path, Stage(table, path[-1].schema_id)))
+            frames.append(log.changes(older, path, stage))
         older = path[-1]
-    found = [frame for frame in frames if frame is not None]
-    if not found:
-        last = log.history.snapshot(end)
-        assert last is not None
-        return log.nothing(Stage(table, last.schema_id), last)
-    return reduce(lambda one, other: one.unionByName(other, allowMissingColumns=True), found)
+    found = _union(frames)
+    return found if found is not None else log.nothing(stage, last)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +114,7 @@ class Changelog:
         """
         newer = path[-1]
         step = self.history.step(older, path, frozenset(self._key_ids))
-        shape = self._shape(newer, older)
+        shape = self._shape(stage, newer, older)
         if shape.by_row_id or not stage.has_marks:
             step = step.rewritten()
         after = self._rows(stage, step.came, shape)
@@ -141,7 +141,7 @@ class Changelog:
 
     def load(self, tasks: Any, snapshot: Snapshot, stage: Stage) -> DataFrame | None:
         """The rows of some files of a snapshot, as inserts."""
-        rows = self._rows(stage, tasks, self._shape(snapshot))
+        rows = self._rows(stage, tasks, self._shape(stage, snapshot))
         if rows is None:
             return None
         return self._as_events(rows.withColumn(OPERATION, F.lit(INSERT)), snapshot)
@@ -151,13 +151,25 @@ class Changelog:
         schema = T.StructType.fromJson(stage.spark_schema())
         if snapshot.has_row_ids:
             schema = schema.add(ROW_ID, T.LongType())
-        rows = self._prepared(self._spark.createDataFrame([], schema), self._shape(snapshot))
+        rows = self._prepared(self._spark.createDataFrame([], schema), self._shape(stage, snapshot))
         return self._as_events(rows.withColumn(OPERATION, F.lit(INSERT)), snapshot)
 
-    def _shape(self, snapshot: Snapshot, older: Snapshot | None = None) -> _Shape:
-        schema = schema_from_json(self.history.schema_json(snapshot))
+    def _shape(self, stage: Stage, snapshot: Snapshot, older: Snapshot | None = None) -> _Shape:
+        """The columns of the stage's schema, and what identifies the rows of these snapshots."""
+        names = {field.field_id: field.name for field in schema_from_json(stage.schema_json).fields}
+        staged = {field["name"] for field in stage.spark_schema()["fields"]}
+        missing = [number for number in self._key_ids if staged_name(number) not in staged]
+        if missing:
+            raise ConfigInvalid(
+                f"the rows of table {self.history.name} as of snapshot {snapshot.id} cannot be "
+                "told apart by the identifier columns",
+                detail=f"Column {names[missing[0]]} has a type that Spark does not know."
+                if missing[0] in names
+                else "One of them was not yet, or no longer, a column of the table.",
+                hint="Choose other identifier columns, or later snapshots.",
+            )
         return _Shape(
-            columns=[(staged_name(field.field_id), field.name) for field in schema.fields],
+            columns=[(staged_name(number), name) for number, name in names.items()],
             key=[staged_name(number) for number in self._key_ids],
             # Rows get their ids by the first snapshot after the table's upgrade.
             by_row_id=not self._key_ids
