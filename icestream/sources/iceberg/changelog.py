@@ -12,6 +12,7 @@ the whole row; equal rows are counted, not collapsed.
 `changelog` is the public call; the source and `icestream changes` use the same `Changelog`.
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -24,7 +25,6 @@ from pyspark.sql import types as T
 from icestream.errors import ConfigInvalid
 from icestream.iceberg.catalog import Table, staged_name
 from icestream.iceberg.snapshots import DELETED, FILE, PLACE, ROW_ID, History, Snapshot, Stage, Step
-from icestream.schema import schema_from_json
 
 OPERATION = "iceberg_operation"
 TABLE = "iceberg_table_name"
@@ -156,7 +156,7 @@ class Changelog:
 
     def _shape(self, stage: Stage, snapshot: Snapshot, older: Snapshot | None = None) -> _Shape:
         """The columns of the stage's schema, and what identifies the rows of these snapshots."""
-        names = {field.field_id: field.name for field in schema_from_json(stage.schema_json).fields}
+        names = _names(stage.schema_json)
         staged = {field["name"] for field in stage.spark_schema()["fields"]}
         missing = [number for number in self._key_ids if staged_name(number) not in staged]
         if missing:
@@ -416,8 +416,7 @@ def _union(frames: Sequence[DataFrame | None]) -> DataFrame | None:
 
 def _field_ids(table: Table, identifier_columns: Sequence[str]) -> list[int]:
     """The ids of the identifier columns; names may change later, ids never do."""
-    schema = schema_from_json(table.schema_json())
-    by_name = {field.name: field.field_id for field in schema.fields}
+    by_name = {name: number for number, name in _names(table.schema_json()).items()}
     unknown = [name for name in identifier_columns if name not in by_name]
     if unknown:
         raise ConfigInvalid(
@@ -426,3 +425,8 @@ def _field_ids(table: Table, identifier_columns: Sequence[str]) -> list[int]:
             hint=f"Columns: {', '.join(by_name)}.",
         )
     return [by_name[name] for name in identifier_columns]
+
+
+def _names(schema_json: str) -> dict[int, str]:
+    """The names of a schema's columns by their ids, whatever their types."""
+    return {int(field["id"]): str(field["name"]) for field in json.loads(schema_json)["fields"]}
