@@ -177,16 +177,15 @@ class History:
         with as_unavailable(self._unavailable):
             picks, newer = self._picks, path[-1]
             came, gone = picks.nothing(), picks.nothing()
-            for each in path:
-                java = self._metadata_snapshot(each.id)
-                io = self._table.io()
-                came.addAll(picks.locations(java.addedDataFiles(io)))
-                gone.addAll(picks.locations(java.removedDataFiles(io)))
+            changes = [self._changes(each.id) for each in path]
+            for each in changes:
+                came.addAll(picks.locations(each.addedDataFiles()))
+                gone.addAll(picks.locations(each.removedDataFiles()))
             both = picks.copy(came)
             both.retainAll(gone)
             came.removeAll(both)
             gone.removeAll(both)
-            equality, added, removed = self._deletes(older, path, by_value)
+            equality, added, removed = self._deletes(older, changes, by_value)
             return self._step(older, newer, (gone, came), (added, removed), equality)
 
     def _step(
@@ -211,9 +210,7 @@ class History:
             touched.addAll(picks.task_locations(picks.with_deletes(before, removed)))
         touched.removeAll(came)
         touched.removeAll(gone)
-        came_tasks = (
-            picks.of(after, came) if after is not None else self._plain_tasks(newer.id, came)
-        )
+        came_tasks = picks.of(after, came) if after is not None else self._plain_tasks(newer, came)
         return Step(
             gone=picks.of(before, gone) if before is not None else picks.no_tasks(),
             came=came_tasks,
@@ -226,16 +223,15 @@ class History:
         return newer.parent_id == (older.id if older else None)
 
     def _deletes(
-        self, older: Snapshot | None, path: Sequence[Snapshot], by_value: frozenset[int]
+        self, older: Snapshot | None, changes: Sequence[Any], by_value: frozenset[int]
     ) -> tuple[list[EqualityDeletes], Any, Any]:
         """Equality deletes that say it all, and the places of other added and removed deletes."""
-        picks, io = self._picks, self._table.io()
+        picks = self._picks
         added, removed, found = picks.nothing(), picks.nothing(), picks.no_tasks()
-        reaching = self._reaching_specs(older, by_value) if len(path) == 1 else frozenset()
-        for each in path:
-            java = self._metadata_snapshot(each.id)
-            removed.addAll(picks.locations(java.removedDeleteFiles(io)))
-            for file in java.addedDeleteFiles(io):
+        reaching = self._reaching_specs(older, by_value) if len(changes) == 1 else frozenset()
+        for each in changes:
+            removed.addAll(picks.locations(each.removedDeleteFiles()))
+            for file in each.addedDeleteFiles():
                 ids = file.equalityFieldIds()
                 if ids is not None and file.specId() in reaching and frozenset(ids) == by_value:
                     found.add(self._rows_of_deletes(file))
@@ -276,14 +272,13 @@ class History:
             builder = builder.withEncryptionKeyMetadata(file.keyMetadata())
         return self._picks.task(self._table.schema(), spec, builder.build())
 
-    def _plain_tasks(self, snapshot_id: int, locations: Any) -> Any:
+    def _plain_tasks(self, snapshot: Snapshot, locations: Any) -> Any:
         """Tasks for files that came with a snapshot and that no delete reaches."""
         picks = self._picks
-        java = self._metadata_snapshot(snapshot_id)
         tasks = picks.no_tasks()
-        files = picks.files_at(java.addedDataFiles(self._table.io()), locations)
+        files = picks.files_at(self._changes(snapshot.id).addedDataFiles(), locations)
         for spec in self._table.specs().values():
-            tasks.addAll(picks.tasks(self._table.schema(), spec, files))
+            tasks.addAll(picks.tasks(self._schema(snapshot), spec, files))
         return tasks
 
     def _planned(self, snapshot_id: int) -> Any:
@@ -294,6 +289,11 @@ class History:
         finally:
             tasks.close()
         return found
+
+    def _changes(self, snapshot_id: int) -> Any:
+        """A snapshot's files by the table's specs: a manifest's own may lack a dropped column."""
+        builder = self._jvm.org.apache.iceberg.SnapshotChanges.builderFor(self._table)
+        return builder.snapshot(self._metadata_snapshot(snapshot_id)).build()
 
     def _metadata(self) -> Any:
         self._table.refresh()
