@@ -531,17 +531,18 @@ class Table:
         metadata = self._table.operations().current()
         version = VERSION_WITHOUT_LINEAGE if without_lineage else metadata.formatVersion()
         try:
-            new = (
-                iceberg.TableMetadata.buildFromEmpty(version)
-                .assignUUID()
-                .setLocation(metadata.location())
-                .setCurrentSchema(iceberg.Schema(fields), metadata.lastColumnId())
-                .setDefaultPartitionSpec(iceberg.PartitionSpec.unpartitioned())
-                .setDefaultSortOrder(iceberg.SortOrder.unsorted())
-                .build()
-            )
-        except Exception as error:
-            if without_lineage and getattr(error, "_origin", None) is not None:
+            with _as_py4j():
+                new = (
+                    iceberg.TableMetadata.buildFromEmpty(version)
+                    .assignUUID()
+                    .setLocation(metadata.location())
+                    .setCurrentSchema(iceberg.Schema(fields), metadata.lastColumnId())
+                    .setDefaultPartitionSpec(iceberg.PartitionSpec.unpartitioned())
+                    .setDefaultSortOrder(iceberg.SortOrder.unsorted())
+                    .build()
+                )
+        except Py4JJavaError:
+            if without_lineage:
                 return None
             raise
         return iceberg.BaseTable(
