@@ -1,0 +1,454 @@
+"""The changes between snapshots, one situation at a time; random ones are in the machine's test."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyspark.sql import SparkSession
+
+from icestream.errors import ConfigInvalid, HistoryLost, RolledBack
+from icestream.iceberg.catalog import Catalog, Table, TableName
+from icestream.iceberg.snapshots import History
+from icestream.sources.iceberg.changelog import changelog
+from tests.integration.changelog_machine import opened, quick
+from tests.integration.equality_deletes import commit_by_hand
+from tests.integration.hand_fed import HandFed, gone, put, shape
+from tests.lake import Lake
+
+Event = tuple[Any, ...]
+VERSIONS = (2, 3)
+MODES = ("copy-on-write", "merge-on-read")
+
+
+class World:
+    """One table at a time, in a catalog of a folder."""
+
+    def __init__(self, lake: Lake, catalog: Catalog, folder: Path):
+        self.lake = lake
+        self.catalog = catalog
+        self.folder = folder
+        self.spark = lake.spark
+        self.name = lake.table("db.t")
+
+    def create(self, columns: str, version: int = 2, mode: str = MODES[0], by: str = "") -> None:
+        """Make the table."""
+        modes = ", ".join(f"'write.{verb}.mode'='{mode}'" for verb in ("delete", "update", "merge"))
+        self.sql(
+            f"CREATE TABLE {self.name} ({columns}) USING iceberg {by} "
+            f"TBLPROPERTIES ('format-version'='{version}', {modes})"
+        )
+
+    def sql(self, text: str) -> None:
+        """Run a statement; `t` after a blank stands for the table."""
+        self.spark.sql(text.replace(" t ", f" {self.name} "))
+
+    def insert(self, *rows: str) -> None:
+        """Insert rows into one file."""
+        values = ", ".join(f"({row})" for row in rows)
+        self.sql(f"INSERT INTO t SELECT /*+ COALESCE(1) */ * FROM VALUES {values}")
+
+    def call(self, procedure: str, options: str) -> None:
+        """Call one of Iceberg's procedures."""
+        self.sql(f"CALL {self.lake.name}.system.{procedure}(table => 'db.t', {options})")
+
+    @property
+    def table(self) -> Table:
+        """The table as it is now."""
+        found = self.catalog.load(TableName(namespace=("db",), name="t"))
+        assert found is not None
+        return found
+
+    def ids(self) -> list[int]:
+        """All snapshots in their order."""
+        snapshots = sorted(self.table.java.snapshots(), key=lambda each: each.sequenceNumber())
+        return [int(each.snapshotId()) for each in snapshots]
+
+    def changes(self, *key: str, last: int = 1, net: bool = False) -> list[Event]:
+        """What the last snapshots changed: operation, document id, then the row's values."""
+        ids: list[int | None] = [None, *self.ids()]
+        return self.between(ids[-1 - last], ids[-1] or 0, key, net)
+
+    def between(
+        self, start: int | None, end: int, key: Sequence[str] = (), net: bool = False
+    ) -> list[Event]:
+        """The same between two snapshots."""
+        found = changelog(self.spark, self.table, start, end, key, net).collect()
+        events = [(each["iceberg_operation"], each["document_id"], *each["row"]) for each in found]
+        return sorted(events, key=repr)
+
+    def files(self) -> list[Path]:
+        """The data files that lie in the table's folder."""
+        return sorted((self.folder / "db" / "t" / "data").rglob("*.parquet"))
+
+
+@pytest.fixture
+def world(spark: SparkSession, tmp_path: Path) -> Iterator[World]:
+    """A catalog of its own in a session that does not compile what runs once."""
+    lake, catalog = opened(spark, tmp_path)
+    with quick(spark):
+        yield World(lake, catalog, tmp_path)
+    catalog.close()
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("mode", MODES)
+def test_an_update_of_one_row_is_one_change(world: World, version: int, mode: str) -> None:
+    """O3, O4, O5: not six of the file's three rows, in whatever way the table is written."""
+    world.create("id BIGINT, s STRING, m MAP<STRING, INT>", version, mode)
+    world.insert("1, 'a', map('k', 1)", "2, 'b', map('k', 1)", "3, 'c', map('k', 1)")
+    world.sql("UPDATE t SET s = 'B' WHERE id = 2")
+    assert world.changes("id") == [("UPDATE_AFTER", "2", 2, "B", {"k": 1})]
+    if version == 2:
+        whole = [("DELETE", None, 2, "b", {"k": 1}), ("INSERT", None, 2, "B", {"k": 1})]
+    else:
+        whole = [("UPDATE_AFTER", "1", 2, "B", {"k": 1})]
+    assert world.changes() == whole
+    world.sql("DELETE FROM t WHERE id = 2")
+    assert world.changes("id") == [("DELETE", "2", 2, "B", {"k": 1})]
+    # The file has a delete before this one.
+    world.sql("DELETE FROM t WHERE id = 3")
+    assert world.changes("id") == [("DELETE", "3", 3, "c", {"k": 1})]
+    assert [event[0] for event in world.changes()] == ["DELETE"]
+    assert world.changes("id", last=3, net=True) == [
+        ("DELETE", "2", 2, "b", {"k": 1}),
+        ("DELETE", "3", 3, "c", {"k": 1}),
+    ]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_row_that_moves_to_another_partition_is_one_update(world: World, mode: str) -> None:
+    """O3: it is gone from one file and comes in another."""
+    world.create("id BIGINT, region STRING", mode=mode, by="PARTITIONED BY (region)")
+    world.insert("1, 'eu'", "2, 'eu'")
+    world.sql("UPDATE t SET region = 'us' WHERE id = 1")
+    assert world.changes("id") == [("UPDATE_AFTER", "1", 1, "us")]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_equal_rows_are_counted(world: World, mode: str) -> None:
+    """O3: one of three more and two of three less are that many changes."""
+    world.create("a INT, b STRING", mode=mode)
+    world.insert("1, 'x'", "1, 'x'", "1, 'x'", "2, 'y'")
+    world.sql("DELETE FROM t WHERE a = 1")
+    assert world.changes() == [("DELETE", None, 1, "x")] * 3
+    world.sql("INSERT OVERWRITE t SELECT * FROM VALUES (2, 'y'), (2, 'y'), (1, 'x')")
+    assert world.changes() == [("INSERT", None, 1, "x"), ("INSERT", None, 2, "y")]
+
+
+def test_a_value_that_moves_between_columns_is_a_change(world: World) -> None:
+    """O3: Spark's hashes pass over nulls, and the same values in other columns must differ."""
+    world.create("id BIGINT, a STRING, b STRING, c ARRAY<STRING>, d ARRAY<ARRAY<INT>>")
+    arrays = "array('x'), array(array(1), array(2))"
+    world.insert(f"1, NULL, 'x', {arrays}", f"2, NULL, 'x', {arrays}", f"3, NULL, 'x', {arrays}")
+    world.sql("UPDATE t SET a = 'x', b = NULL WHERE id = 1")
+    assert [event[:2] for event in world.changes("id")] == [("UPDATE_AFTER", "1")]
+    assert [event[0] for event in world.changes()] == ["DELETE", "INSERT"]
+    world.sql("UPDATE t SET c = array('x', NULL) WHERE id = 2")
+    assert [event[:2] for event in world.changes("id")] == [("UPDATE_AFTER", "2")]
+    world.sql("UPDATE t SET d = array(array(1, 2)) WHERE id = 3")
+    assert [event[:2] for event in world.changes("id")] == [("UPDATE_AFTER", "3")]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_equality_deletes_by_the_identifier_read_no_data_file(world: World, version: int) -> None:
+    """O4: it works although every older file is gone from the disk."""
+    world.create("id BIGINT, s STRING", version)
+    world.insert("1, 'a'", "2, 'b'", "3, 'c'")
+    for file in world.files():
+        file.unlink()
+    commit_by_hand(world.table, [{1: 1}, {1: 2}], [{1: 2, 2: "B"}])
+    assert world.changes("id") == [("DELETE", "1", 1, None), ("UPDATE_AFTER", "2", 2, "B")]
+
+
+def test_an_upsert_of_a_row_that_is_all_null_is_a_change(world: World) -> None:
+    """O4: what the delete file does not say is no value that could cancel out the new row."""
+    world.create("id BIGINT, s STRING")
+    world.insert("1, 'a'")
+    commit_by_hand(world.table, [{1: 7}, {1: 1}], [{1: 7, 2: None}, {1: 1, 2: None}])
+    assert world.changes("id") == [
+        ("UPDATE_AFTER", "1", 1, None),
+        ("UPDATE_AFTER", "7", 7, None),
+    ]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_equality_deletes_by_other_columns_are_looked_up(world: World, version: int) -> None:
+    """O4: the ids of the rows that they took are found in the files."""
+    world.create("id BIGINT, s STRING", version)
+    world.insert("1, 'a'", "2, 'b'", "3, 'a'")
+    world.insert("4, 'a'", "5, NULL")
+    commit_by_hand(world.table, [{2: "a"}, {2: None}], [{1: 6, 2: "a"}])
+    expected = [
+        ("DELETE", "1", 1, "a"),
+        ("DELETE", "3", 3, "a"),
+        ("DELETE", "4", 4, "a"),
+        ("DELETE", "5", 5, None),
+        ("INSERT", "6", 6, "a"),
+    ]
+    assert world.changes("id") == expected
+    assert [(each[0], *each[2:]) for each in world.changes()] == [
+        (each[0], *each[2:]) for each in expected
+    ]
+
+
+def test_deletes_by_value_of_one_partition_leave_the_others(world: World) -> None:
+    """O4: an id that lives in another partition than the delete file does is still there."""
+    world.create("id BIGINT, region STRING", by="PARTITIONED BY (region)")
+    world.insert("1, 'eu'", "2, 'us'")
+    commit_by_hand(world.table, [{1: 1}, {1: 2}], partition="region=eu")
+    assert world.changes("id") == [("DELETE", "1", 1, "eu")]
+
+
+def test_what_the_sink_has_written_reads_back(world: World) -> None:
+    """O4: upserts and deletes of icestream's own, read from the table they made."""
+    properties = {"type": "hadoop", "warehouse": str(world.folder)}
+    shapes = {"t": shape(["id"], id="long", s="string")}
+    fed = HandFed(world.spark, properties, shapes, namespace="db")
+    fed.commit({"t": [put(id=1, s="a"), put(id=2, s="b")]})
+    fed.commit({"t": [put(id=2, s=None), gone(id=1), put(id=3, s="c"), put(id=3, s="d")]})
+    changes = world.changes("id")
+    assert [(each[1], *each[2:]) for each in changes] == [
+        ("1", 1, None),
+        ("2", 2, None),
+        ("3", 3, "d"),
+    ]
+    assert [each[0] == "DELETE" for each in changes] == [True, False, False]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_maintenance_changes_nothing(world: World, version: int) -> None:
+    """O6: compaction of data and of deletes, alone, in between, and net over both."""
+    world.create("id BIGINT, s STRING", version, MODES[1])
+    world.insert("1, 'a'", "2, 'b'", "3, 'c'")
+    world.sql("DELETE FROM t WHERE id = 1")
+    everything = "options => map('rewrite-all', 'true')"
+    world.call("rewrite_data_files", everything)
+    assert world.changes("id") == world.changes() == world.changes("id", net=True) == []
+    world.sql("DELETE FROM t WHERE id = 2")
+    world.call("rewrite_position_delete_files", everything)
+    ids = world.ids()
+    assert world.between(ids[2], ids[-1], ["id"], net=True) == [("DELETE", "2", 2, "b")]
+    both = [("DELETE", "1", 1, "a"), ("DELETE", "2", 2, "b")]
+    assert world.between(ids[0], ids[-1], ["id"]) == both
+
+
+def test_a_compaction_below_newer_deletes_is_no_change(world: World) -> None:
+    """O6: the file that it wrote is older than the deletes over it."""
+    world.create("id BIGINT, s STRING")
+    world.insert("1, 'a'", "2, 'b'")
+    commit_by_hand(world.table, [{1: 1}])
+    world.call("rewrite_data_files", "options => map('rewrite-all', 'true')")
+    assert world.changes("id", net=True) == []
+    assert world.changes(net=True) == []
+    assert world.changes("id", last=2, net=True) == [("DELETE", "1", 1, "a")]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_columns_are_followed_by_their_ids(world: World, mode: str) -> None:
+    """O7: added, renamed, widened, reordered, dropped and put back under another type."""
+    world.create("id INT, a INT, gone STRING", mode=mode)
+    world.insert("1, 10, 'x'", "2, 20, 'y'", "3, 30, 'z'")
+    for change in (
+        "ADD COLUMN more STRING",
+        "RENAME COLUMN a TO b",
+        "ALTER COLUMN b TYPE BIGINT",
+        "RENAME COLUMN id TO number",
+        "ALTER COLUMN more FIRST",
+        "DROP COLUMN gone",
+        "ADD COLUMN gone INT",
+    ):
+        world.sql(f"ALTER TABLE t {change}")
+    world.sql("UPDATE t SET b = 20000000000 WHERE number = 2")
+    assert world.changes("number") == [("UPDATE_AFTER", "2", None, 2, 20_000_000_000, None)]
+    assert world.changes("number", last=2, net=True) == [
+        ("INSERT", "1", None, 1, 10, None),
+        ("INSERT", "2", None, 2, 20_000_000_000, None),
+        ("INSERT", "3", None, 3, 30, None),
+    ]
+    assert len(world.changes("number", last=2)) == 4
+    with pytest.raises(ConfigInvalid, match="has no column id"):
+        world.changes("id")
+
+
+def test_an_identifier_that_came_later_is_refused_for_what_was_before(world: World) -> None:
+    """O9: rows without it cannot be told apart; snapshots that have it can be read."""
+    world.create("a INT")
+    world.insert("1")
+    world.sql("ALTER TABLE t ADD COLUMN id INT")
+    world.insert("2, 2")
+    first, second = world.ids()
+    assert world.between(first, second, ["id"]) == [("INSERT", "2", 2, 2)]
+    with pytest.raises(ConfigInvalid, match="cannot be told apart"):
+        world.between(None, first, ["id"])
+
+
+def test_several_identifier_columns_do_not_run_into_one_another(world: World) -> None:
+    """O9: whatever they hold, nulls among it."""
+    world.create("a STRING, b STRING, v INT")
+    keys = [("x|", "y"), ("x", "|y"), ("x\\", "|y"), ("x\\|", "y"), ("", ""), ("\\N", "y")]
+    nulls = [(None, "y"), ("y", None), (None, None)]
+
+    def text(value: str | None) -> str:
+        return "NULL" if value is None else "'" + value.replace("\\", "\\\\") + "'"
+
+    world.insert(*(f"{text(a)}, {text(b)}, 1" for a, b in [*keys, *nulls]))
+    events = world.changes("a", "b")
+    assert {(each[2], each[3]) for each in events} == {*keys, *nulls}
+    assert len({each[1] for each in events}) == len(keys) + len(nulls)
+    assert None not in {each[1] for each in events}
+    world.sql("UPDATE t SET v = 2 WHERE a IS NULL AND b = 'y'")
+    assert [each[0] for each in world.changes("a", "b")] == ["UPDATE_AFTER"]
+
+
+def test_what_cannot_be_asked_is_refused(world: World) -> None:
+    """O6, O9: snapshots that are not there or not on the way, columns, old formats."""
+    world.create("id BIGINT")
+    world.insert("1")
+    world.insert("2")
+    world.insert("3")
+    first, second, third = world.ids()
+    for start, end in ((third, second), (first, 42), (None, 42), (42, third)):
+        with pytest.raises(ConfigInvalid):
+            world.between(start, end)
+    assert world.between(third, third) == []
+    with pytest.raises(ConfigInvalid, match="has no column nope"):
+        world.between(first, second, ["nope"])
+    world.call("expire_snapshots", f"snapshot_ids => array({first})")
+    for start in (first, None):
+        with pytest.raises(ConfigInvalid):
+            world.between(start, third)
+    assert world.between(second, third) == [("INSERT", None, 3)]
+    world.sql("DROP TABLE t ")
+    world.create("id BIGINT", version=1)
+    with pytest.raises(ConfigInvalid, match="format version 1"):
+        History(world.table)
+
+
+def test_a_history_that_was_rolled_back_or_expired_is_told(world: World) -> None:
+    """O6, E7, E8: from the sequence number that was read last."""
+    world.create("id BIGINT")
+    for number in range(4):
+        world.insert(str(number))
+    ids = world.ids()
+    history = History(world.table)
+    assert [each.id for each in history.since("main", 1)] == ids[1:]
+    assert history.since("main", 4) == []
+    assert history.at("main", 2).id == ids[1]
+    world.call("rollback_to_snapshot", f"snapshot_id => {ids[1]}")
+    world.insert("9")
+    with pytest.raises(RolledBack):
+        history.since("main", 4)
+    with pytest.raises(RolledBack):
+        history.since("main", 3)
+    assert [each.id for each in history.since("main", 2)] == [world.ids()[-1]]
+    assert world.between(ids[1], world.ids()[-1]) == [("INSERT", None, 9)]
+    world.call("expire_snapshots", f"snapshot_ids => array({ids[0]})")
+    with pytest.raises(HistoryLost):
+        history.since("main", 1)
+
+
+def test_a_snapshot_of_two_thousand_files(world: World) -> None:
+    """O2: files are picked inside the JVM and read together."""
+    count = 2000
+    world.create("id BIGINT, s STRING")
+    _append_small_files(world, count)
+    events = world.changes("id")
+    assert {event[2] for event in events} == set(range(count))
+    assert len(events) == count
+    world.sql(f"DELETE FROM t WHERE id >= {count - 3}")
+    assert [event[2] for event in world.changes("id")] == [count - 3, count - 2, count - 1]
+
+
+def _append_small_files(world: World, count: int) -> None:
+    commit_by_hand(world.table, [], [{1: n, 2: "x"} for n in range(count)], files=count)
+
+
+def test_names_of_columns_may_be_anything(world: World) -> None:
+    """O7: those that Spark, Iceberg or the changelog use themselves among them."""
+    names = ["row", "key", "document_id", "a.b", "C d", "q`t", "c1", "hash", "H1", '"x"']
+    quoted = ["`" + name.replace("`", "``") + "`" for name in names]
+    world.create(", ".join(f"{name} INT" for name in quoted))
+    world.insert(", ".join("1" for _ in names), ", ".join("2" for _ in names))
+    world.sql("UPDATE t SET `a.b` = 3 WHERE `key` = 2")
+    found = changelog(world.spark, world.table, world.ids()[0], world.ids()[1], ["a.b", "q`t"])
+    events = {each["document_id"]: each for each in found.collect()}
+    assert {key: each["iceberg_operation"] for key, each in events.items()} == {
+        "2|2": "DELETE",
+        "3|2": "INSERT",
+    }
+    assert events["3|2"]["row"].__fields__ == names
+
+
+def test_columns_may_bear_the_names_of_marks(world: World) -> None:
+    """O7: Spark can write such a table anew, if not update it."""
+    world.create("`_pos` INT, `_file` STRING, `_deleted` BOOLEAN")
+    world.insert("1, 'a', true", "2, 'b', true")
+    world.sql("INSERT OVERWRITE t SELECT * FROM VALUES (2, 'b', true), (1, 'a', false)")
+    assert world.changes("_pos") == [("UPDATE_AFTER", "1", 1, "a", False)]
+
+
+def test_types_that_spark_lacks_are_left_out_and_refused_as_identifiers(world: World) -> None:
+    """O7, O9: uuid and fixed are read as text and bytes, a time is not there at all."""
+    types = world.spark._jvm.org.apache.iceberg.types.Types
+    world.create("id BIGINT")
+    update = world.table.java.updateSchema()
+    update.addColumn("u", types.UUIDType.get())
+    update.addColumn("f", types.FixedType.ofLength(2))
+    update.addColumn("t", types.TimeType.get())
+    update.commit()
+    commit_by_hand(world.table, [], [{1: 1}])
+    assert world.changes("id") == [("INSERT", "1", 1, None, None)]
+    assert len(world.changes("u")) == 1
+    with pytest.raises(ConfigInvalid, match="cannot be told apart"):
+        world.changes("t")
+
+
+def test_types_and_defaults_of_version_three(world: World) -> None:
+    """O5, O7: variants are compared; a default value is that of rows from before."""
+    world.create("id BIGINT, v VARIANT", 3)
+    world.insert("1, parse_json('{\"a\": 1}')", "2, parse_json('{\"a\": 1}')")
+    iceberg = world.spark._jvm.org.apache.iceberg
+    update = world.table.java.updateSchema()
+    seven = iceberg.expressions.Expressions.lit(7)
+    update.addColumn("n", iceberg.types.Types.IntegerType.get(), None, seven)
+    update.commit()
+    world.sql("UPDATE t SET v = parse_json('{\"a\": 2}') WHERE id = 2")
+    assert [(*each[:3], each[4]) for each in world.changes("id")] == [("UPDATE_AFTER", "2", 2, 7)]
+    assert [(*each[:3], each[4]) for each in world.changes()] == [("UPDATE_AFTER", "1", 2, 7)]
+    commit_by_hand(world.table, [{1: 1}])
+    assert world.changes("id") == [("DELETE", "1", 1, None, None)]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_table_upgraded_to_version_three_goes_on(world: World, mode: str) -> None:
+    """O5: its rows have no ids before the first snapshot after the upgrade."""
+    world.create("id BIGINT, s STRING", 2, mode)
+    world.insert("1, 'a'", "2, 'b'", "2, 'b'", "3, 'c'")
+    world.sql("ALTER TABLE t SET TBLPROPERTIES ('format-version'='3')")
+    world.sql("DELETE FROM t WHERE id = 2")
+    assert world.changes() == [("DELETE", None, 2, "b")] * 2
+    world.sql("UPDATE t SET s = 'C' WHERE id = 3")
+    (event,) = world.changes()
+    assert (event[0], *event[2:]) == ("UPDATE_AFTER", 3, "C")
+    assert event[1] is not None
+    world.sql("UPDATE t SET s = 'A' WHERE id = 2 ")
+    assert world.changes() == []
+    assert world.changes("id", last=3, net=True) == [
+        ("DELETE", "2", 2, "b"),
+        ("UPDATE_AFTER", "3", 3, "C"),
+    ]
+
+
+def test_a_partition_column_that_was_dropped_later(world: World) -> None:
+    """O7: files of that time are read by the spec they were written with."""
+    world.create("id BIGINT, region STRING", by="PARTITIONED BY (region)")
+    world.insert("1, 'eu'", "2, 'us'")
+    world.sql("ALTER TABLE t DROP PARTITION FIELD region")
+    world.sql("ALTER TABLE t DROP COLUMN region")
+    world.sql("DELETE FROM t WHERE id = 1")
+    assert world.changes("id") == [("DELETE", "1", 1)]
+    assert [each[:3] for each in world.between(None, world.ids()[0], ["id"])] == [
+        ("INSERT", "1", 1),
+        ("INSERT", "2", 2),
+    ]

@@ -1,0 +1,33 @@
+"""A fixed budget of random plays; `python -m tests.integration.changelog_machine` goes on."""
+
+import itertools
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from pyspark.sql import SparkSession
+
+from tests.integration.changelog_machine import opened, play, quick
+
+BUDGET_SECONDS = 60
+FIRST_SEED = 1
+
+
+@pytest.fixture
+def quick_spark(spark: SparkSession) -> Iterator[SparkSession]:
+    """The session, for tables of a few rows."""
+    with quick(spark):
+        yield spark
+
+
+def test_every_changelog_leads_from_one_state_to_the_next(
+    quick_spark: SparkSession, tmp_path: Path
+) -> None:
+    """O3, O4, O5, O7: whatever a seed brings; no play is begun after the budget."""
+    lake, catalog = opened(quick_spark, tmp_path)
+    deadline = time.monotonic() + BUDGET_SECONDS
+    for seed in itertools.count(FIRST_SEED):
+        assert play(seed, lake, catalog)
+        if time.monotonic() > deadline:
+            break
