@@ -346,7 +346,10 @@ class History:
                 int(each.sequenceNumber())
                 for each in self._table.operations().current().snapshots()
             }
-        if sequence_number in kept or (found and found[-1].sequence_number < sequence_number):
+        passed = bool(found) and found[-1].sequence_number < sequence_number
+        # Where the way back breaks off before that number, it may have been on the rest of it.
+        broken = bool(found) and found[-1].parent_id is not None
+        if passed or (sequence_number in kept and not broken):
             raise RolledBack(
                 f"branch {branch} of table {self.name} was rolled back",
                 detail=f"What was read last, sequence number {sequence_number}, is no longer part "

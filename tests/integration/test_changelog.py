@@ -348,6 +348,16 @@ def test_a_history_that_was_rolled_back_or_expired_is_told(world: World) -> None
         history.since("main", 1)
 
 
+def test_a_gap_in_the_history_is_no_rollback(world: World) -> None:
+    """O6, E8: the snapshot that was read last is still kept, but one after it is not."""
+    world.create("id BIGINT")
+    for number in range(3):
+        world.insert(str(number))
+    world.call("expire_snapshots", f"snapshot_ids => array({world.ids()[1]})")
+    with pytest.raises(HistoryLost):
+        History(world.table).since("main", 1)
+
+
 def test_a_snapshot_of_two_thousand_files(world: World) -> None:
     """O2: files are picked inside the JVM and read together."""
     count = 2000
