@@ -63,7 +63,8 @@ class Step:
 
     `gone` are read as they were, `came` as they are; `touched_before` and `touched_after` are the
     same files, before and after deletes were added to them. `equality` are deletes that were not
-    looked for in any file, because their values say it all.
+    looked for in any file, because their values say it all. `bytes_read` is the size of all these
+    files.
     """
 
     gone: Any
@@ -71,6 +72,7 @@ class Step:
     touched_before: Any
     touched_after: Any
     equality: Sequence[EqualityDeletes]
+    bytes_read: int
 
     def rewritten(self) -> "Step":
         """The same step as if each touched file were gone and had come again."""
@@ -211,13 +213,14 @@ class History:
         touched.removeAll(came)
         touched.removeAll(gone)
         came_tasks = picks.of(after, came) if after is not None else self._plain_tasks(newer, came)
-        return Step(
-            gone=picks.of(before, gone) if before is not None else picks.no_tasks(),
-            came=came_tasks,
-            touched_before=picks.of(before, touched) if before is not None else picks.no_tasks(),
-            touched_after=picks.of(after, touched) if after is not None else picks.no_tasks(),
-            equality=equality,
-        )
+        parts = {
+            "gone": picks.of(before, gone),
+            "came": came_tasks,
+            "touched_before": picks.of(before, touched),
+            "touched_after": picks.of(after, touched),
+        }
+        bytes_read = sum(sum(picks.sizes(tasks)) for tasks in parts.values())
+        return Step(**parts, equality=equality, bytes_read=bytes_read)
 
     def _one_step(self, older: Snapshot | None, newer: Snapshot) -> bool:
         return newer.parent_id == (older.id if older else None)
@@ -478,7 +481,9 @@ class _Picks:
         return found
 
     def of(self, tasks: Any, places: Any) -> Any:
-        """The tasks that read files at these places."""
+        """The tasks that read files at these places; none of no tasks (None)."""
+        if tasks is None:
+            return self.no_tasks()
         return self._filtered(tasks, self._among(places, self._task_location))
 
     def files_at(self, files: Any, places: Any) -> Any:

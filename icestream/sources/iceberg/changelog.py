@@ -37,12 +37,14 @@ INSERT, DELETE = "INSERT", "DELETE"
 UPDATE_BEFORE, UPDATE_AFTER = "UPDATE_BEFORE", "UPDATE_AFTER"
 INDEX = "INDEX"
 
-_KEY, _SIGN, _HASH = "key", "sign", "hash"
+_KEY, _SIGN, _HASH, _NAMED = "key", "sign", "hash", "named"
 # A part of an identifier that is null; no text becomes this, as its backslash would be doubled.
 _NULL = r"\N"
 _HASHES = ("h1", "h2", "h3")
 _LOW_BITS = 0xFFFF_FFFF
 _BITS = 62
+# Less than this is compared at once; more by hashes first, which takes a second look at the files.
+_LARGE_BYTES = 64 * 1024**2
 # The hashes of changed identities are sent to every task while they are no more than this.
 _BROADCAST_MAX = 20_000_000
 
@@ -117,42 +119,40 @@ class Changelog:
         shape = self._shape(stage, newer, older)
         if shape.by_row_id or not stage.has_marks:
             step = step.rewritten()
-        after = self._rows(stage, step.came, shape)
-        before = self._rows(stage, step.gone, shape)
+        before, after = self._read(stage, step.gone), self._read(stage, step.came)
         dead, revived = self._touched(stage, step, shape)
-        by_value = [self._ids(stage, each.tasks, shape) for each in step.equality]
-        minus = _union([before, dead, *by_value])
-        plus = _union([after, revived])
-        if minus is None and plus is None:
+        named = [self._named(stage, each.tasks, shape) for each in step.equality]
+        minus, plus = _union([before, dead, *named]), _union([after, revived])
+        rows = _union([_signed(minus, -1), _signed(plus, 1)])
+        if rows is None:
             return None
-        if minus is None and plus is not None and not shape.key:
-            return self._as_events(plus.withColumn(OPERATION, F.lit(INSERT)), newer)
-        rows = _union(
-            [
-                minus.withColumn(_SIGN, F.lit(-1)) if minus is not None else None,
-                plus.withColumn(_SIGN, F.lit(1)) if plus is not None else None,
-            ]
-        )
-        assert rows is not None
-        if before is not None:
-            rows = self._without_carried(rows)
-        found = _by_identity(rows) if shape.identified else _by_row(rows)
+        large = step.bytes_read >= _LARGE_BYTES
+        if minus is None and (not shape.key or (large and not _has_twins(rows, shape))):
+            inserts = self._prepared(rows, shape).withColumn(OPERATION, F.lit(INSERT))
+            return self._as_events(inserts, newer)
+        if before is not None and large:
+            rows = _without_carried(rows, shape)
+        prepared = self._prepared(rows, shape)
+        found = _by_identity(prepared) if shape.identified else _by_row(prepared)
         return self._as_events(found, newer)
 
     def load(self, tasks: Any, snapshot: Snapshot, stage: Stage) -> DataFrame | None:
         """The rows of some files of a snapshot, as inserts."""
-        rows = self._rows(stage, tasks, self._shape(stage, snapshot))
+        rows = _signed(self._read(stage, tasks), 1)
         if rows is None:
             return None
-        return self._as_events(rows.withColumn(OPERATION, F.lit(INSERT)), snapshot)
+        inserts = self._prepared(rows, self._shape(stage, snapshot))
+        return self._as_events(inserts.withColumn(OPERATION, F.lit(INSERT)), snapshot)
 
     def nothing(self, stage: Stage, snapshot: Snapshot) -> DataFrame:
         """No change at all, in the right columns."""
         schema = T.StructType.fromJson(stage.spark_schema())
         if snapshot.has_row_ids:
             schema = schema.add(ROW_ID, T.LongType())
-        rows = self._prepared(self._spark.createDataFrame([], schema), self._shape(stage, snapshot))
-        return self._as_events(rows.withColumn(OPERATION, F.lit(INSERT)), snapshot)
+        rows = _signed(self._spark.createDataFrame([], schema), 1)
+        assert rows is not None
+        inserts = self._prepared(rows, self._shape(stage, snapshot))
+        return self._as_events(inserts.withColumn(OPERATION, F.lit(INSERT)), snapshot)
 
     def _shape(self, stage: Stage, snapshot: Snapshot, older: Snapshot | None = None) -> _Shape:
         """The columns of the stage's schema, and what identifies the rows of these snapshots."""
@@ -183,16 +183,8 @@ class Changelog:
         name = stage.add(tasks, marked)
         return self._spark.read.format("iceberg").option("scan-task-set-id", name).load(name)
 
-    def _rows(self, stage: Stage, tasks: Any, shape: _Shape) -> DataFrame | None:
-        """The live rows of these files."""
-        found = self._read(stage, tasks)
-        return self._prepared(found, shape) if found is not None else None
-
-    def _ids(self, stage: Stage, tasks: Any, shape: _Shape) -> DataFrame | None:
-        """What deletes by value name: identifiers, and nothing else of the rows that had them.
-
-        No hash of theirs cancels out the row that comes instead, be it all null but its identifier.
-        """
+    def _named(self, stage: Stage, tasks: Any, shape: _Shape) -> DataFrame | None:
+        """What deletes by value name: identifiers, and nothing else of the rows that had them."""
         found = self._read(stage, tasks)
         if found is None:
             return None
@@ -202,8 +194,7 @@ class Changelog:
             ).alias(field.name)
             for field in found.schema.fields
         ]
-        ids = self._prepared(found.select(*alone), shape)
-        return ids.withColumns(dict.fromkeys(_HASHES, F.lit(0).cast("long")))
+        return found.select(*alone).withColumn(_NAMED, F.lit(True))
 
     def _touched(
         self, stage: Stage, step: Step, shape: _Shape
@@ -218,7 +209,7 @@ class Changelog:
         dead_before = before.filter(DELETED).select(*columns)
         died = dead_after.join(dead_before.select(FILE, PLACE), [FILE, PLACE], "left_anti")
         came_back = dead_before.join(dead_after.select(FILE, PLACE), [FILE, PLACE], "left_anti")
-        return self._prepared(died, shape), self._prepared(came_back, shape)
+        return died.drop(FILE, PLACE), came_back.drop(FILE, PLACE)
 
     def _prepared(self, staged: DataFrame, shape: _Shape) -> DataFrame:
         """The row under the table's names, what identifies it, its id as text, and its hash."""
@@ -237,20 +228,9 @@ class Changelog:
         else:
             key, document_id = comparable, F.lit(None).cast("string")
         return staged.select(
-            *(key.alias(_KEY), row.alias(ROW), document_id.alias(DOCUMENT_ID)),
-            *_hashes([(F.col(place), kinds[place]) for place, _ in there]),
+            *(key.alias(_KEY), row.alias(ROW), document_id.alias(DOCUMENT_ID), F.col(_SIGN)),
+            *_hashes(staged, shape),
         )
-
-    def _without_carried(self, rows: DataFrame) -> DataFrame:
-        """Rows of those identities that have changed; far fewer than the rewritten files hold.
-
-        Only hashes are brought together. Two sets of rows that differ in 96 bits of hashes are
-        never taken for equal; where they agree by chance a change would be missed, once in 10^28.
-        """
-        keyed = rows.withColumn(_HASH, F.xxhash64(_KEY))
-        changed = _changed(keyed, _HASH).select(_HASH).localCheckpoint()
-        few = changed.count() <= _BROADCAST_MAX
-        return keyed.join(F.broadcast(changed) if few else changed, _HASH, "left_semi")
 
     def _as_events(self, found: DataFrame, snapshot: Snapshot) -> DataFrame:
         action = F.when(F.col(OPERATION) == DELETE, DELETE).otherwise(INDEX)
@@ -262,6 +242,44 @@ class Changelog:
             action.alias(ACTION),
             F.col(ROW),
         )
+
+
+def _signed(rows: DataFrame | None, sign: int) -> DataFrame | None:
+    """Staged rows that count as before (-1) or after (1) the change."""
+    if rows is None:
+        return None
+    named = rows if _NAMED in rows.columns else rows.withColumn(_NAMED, F.lit(False))
+    return named.withColumn(_NAMED, F.coalesce(_NAMED, F.lit(False))).withColumn(_SIGN, F.lit(sign))
+
+
+def _without_carried(rows: DataFrame, shape: _Shape) -> DataFrame:
+    """Rows of those identities that have changed; far fewer than the rewritten files hold.
+
+    Only hashes are brought together. Two sets of rows that differ in 96 bits of hashes are never
+    taken for equal; where they agree by chance a change would be missed, once in 10^28.
+    """
+    keyed = rows.withColumn(_HASH, _key_hash(rows, shape))
+    hashes = keyed.select(_HASH, _SIGN, *_hashes(keyed, shape))
+    changed = _changed(hashes, _HASH).select(_HASH).localCheckpoint()
+    few = changed.count() <= _BROADCAST_MAX
+    return keyed.join(F.broadcast(changed) if few else changed, _HASH, "left_semi").drop(_HASH)
+
+
+def _has_twins(rows: DataFrame, shape: _Shape) -> bool:
+    """Whether two of these rows may have one identity; only hashes are brought together."""
+    counted = rows.groupBy(_key_hash(rows, shape)).count()
+    return not counted.filter("count > 1").limit(1).isEmpty()
+
+
+def _key_hash(rows: DataFrame, shape: _Shape) -> Column:
+    """A hash of what identifies a row; two identities may share one."""
+    if shape.key:
+        return F.xxhash64(*shape.key)
+    if shape.by_row_id:
+        return F.xxhash64(ROW_ID)
+    kinds = {field.name: field.dataType for field in rows.schema.fields}
+    there = [place for place, _ in shape.columns if place in kinds]
+    return F.xxhash64(*(_comparable(F.col(place), kinds[place]) for place in there))
 
 
 def _by_identity(rows: DataFrame) -> DataFrame:
@@ -306,12 +324,15 @@ def _changed(rows: DataFrame, by: str, *others: Column) -> DataFrame:
     return found.filter(differs)
 
 
-def _hashes(values: Sequence[tuple[Column, T.DataType]]) -> list[Column]:
+def _hashes(rows: DataFrame, shape: _Shape) -> list[Column]:
     """Three hashes of 32 bits: sums of them over any number of rows do not overflow.
 
     Spark's hash functions pass over nulls, so that (null, x) and (x, null) hash alike, and lists
-    run into one another: nulls and lengths are hashed as well.
+    run into one another: nulls and lengths are hashed as well. No hash of a row of which only the
+    identifier is known cancels out the one that comes instead, be it all null besides.
     """
+    kinds = {field.name: field.dataType for field in rows.schema.fields}
+    values = [(F.col(place), kinds[place]) for place, _ in shape.columns if place in kinds]
     nested = [isinstance(kind, T.ArrayType | T.MapType | T.StructType) for _, kind in values]
     told = [
         _told(_comparable(value, kind), _comparable_kind(kind))
@@ -327,10 +348,14 @@ def _hashes(values: Sequence[tuple[Column, T.DataType]]) -> list[Column]:
         ]
         told.append(reduce(Column.bitwiseOR, bits))
     whole, other = F.xxhash64(*told), F.hash(*told)
+    parts = [
+        F.shiftrightunsigned(whole, 32),
+        whole.bitwiseAND(F.lit(_LOW_BITS)),
+        other.cast("long").bitwiseAND(F.lit(_LOW_BITS)),
+    ]
     return [
-        F.shiftrightunsigned(whole, 32).alias("h1"),
-        whole.bitwiseAND(F.lit(_LOW_BITS)).alias("h2"),
-        other.cast("long").bitwiseAND(F.lit(_LOW_BITS)).alias("h3"),
+        F.when(F.col(_NAMED), F.lit(0).cast("long")).otherwise(part).alias(name)
+        for name, part in zip(_HASHES, parts, strict=True)
     ]
 
 
@@ -411,7 +436,8 @@ def _document_id(parts: Sequence[tuple[Column, T.DataType]]) -> Column:
 
 def _union(frames: Sequence[DataFrame | None]) -> DataFrame | None:
     there = [frame for frame in frames if frame is not None]
-    return reduce(DataFrame.unionByName, there) if there else None
+    # Only rows that deletes name say so, and only rows of files tell their ids.
+    return reduce(lambda a, b: a.unionByName(b, allowMissingColumns=True), there) if there else None
 
 
 def _field_ids(table: Table, identifier_columns: Sequence[str]) -> list[int]:
