@@ -35,6 +35,11 @@ PLACES = (*failpoints.PLACES, failpoints.AFTER_SLOT)
 # Small rounds, so that a kill finds a copy in the middle.
 SOURCE = {"tables": ["public.accounts", "public.entries"], "chunk_pages": 4}
 CADENCE = {"commit_interval": "PT0.2S", "epoch_bytes_max": 262_144}
+# A process that lives for seconds has nothing of a compiler that pays off later.
+SPARK = {
+    "master": "local[2]",
+    "conf": {"spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"},
+}
 # A killed run must find work, but not more than the next one can do while the writer goes on.
 PAUSE_SECONDS = 0.02
 LARGE_SHARE = 0.1
@@ -112,7 +117,7 @@ class Victim:
         sink = {"iceberg": {"catalog": dict(self.catalog), "namespace": self.namespace}}
         document = {
             self.namespace: {"source": source, "sink": sink, **CADENCE},
-            "spark": {"master": "local[2]"},
+            "spark": SPARK,
         }
         file = self.folder / "pipelines.yaml"
         file.write_text(yaml.safe_dump(document))
