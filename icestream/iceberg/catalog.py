@@ -290,7 +290,7 @@ class Table:
         Snapshots of others, compactions among them, are stepped over.
         """
         with as_unavailable(f"could not read the metadata of table {self.name}"):
-            metadata = self._fresh_metadata()
+            metadata = self.fresh_metadata()
             snapshot = _latest(metadata, branch)
             newest, complete = self._newest_own(metadata, snapshot, pipeline)
             tagged = self._tagged(metadata, pipeline)
@@ -488,7 +488,7 @@ class Table:
         are not there.
         """
         with as_unavailable(f"could not plan a scan of table {self.name}"):
-            table = self._renamed(self._fresh_metadata())
+            table = self._renamed(self.fresh_metadata())
             tasks = self._planned(table, branch, bounds)
             staged_id = str(uuid.uuid4())
             cache = self.table_cache()
@@ -632,7 +632,8 @@ class Table:
         finally:
             stream.close()
 
-    def _fresh_metadata(self) -> Any:
+    def fresh_metadata(self) -> Any:
+        """The metadata as they are now; raises `ProgressLost` when this table is no more."""
         try:
             metadata = self._table.operations().refresh()
         except Py4JJavaError as error:

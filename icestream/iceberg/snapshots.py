@@ -88,6 +88,7 @@ class History:
     def __init__(self, table: Table):
         self._table = table.java
         self._jvm = table.jvm
+        self._fresh_metadata = table.fresh_metadata
         self._picks = _Picks(table.jvm)
         self._unavailable = f"could not read the history of table {table.name}"
         self.name = str(table.name)
@@ -123,12 +124,14 @@ class History:
         newer = self._back_to(branch, sequence_number)
         return newer[0]
 
-    def since(self, branch: str, sequence_number: int) -> list[Snapshot]:
+    def since(self, branch: str, sequence_number: int | None) -> list[Snapshot]:
         """The snapshots of the branch after the one with this sequence number, oldest first.
 
-        Raises `HistoryLost` when that one was expired and `RolledBack` when the branch went back
-        behind it.
+        None stands before the first. Raises `HistoryLost` when that one was expired and
+        `RolledBack` when the branch went back behind it.
         """
+        if sequence_number is None:
+            return self._from_first(branch)
         return self._back_to(branch, sequence_number)[1:]
 
     def between(self, start: int | None, end: int) -> list[Snapshot]:
@@ -299,8 +302,7 @@ class History:
         return builder.snapshot(self._metadata_snapshot(snapshot_id)).build()
 
     def _metadata(self) -> Any:
-        self._table.refresh()
-        return self._table.operations().current()
+        return self._fresh_metadata()
 
     def _metadata_snapshot(self, snapshot_id: int) -> Any:
         return self._table.operations().current().snapshot(snapshot_id)
@@ -334,6 +336,14 @@ class History:
                 return
             found = self._snapshot(found.parent_id)
 
+    def _from_first(self, branch: str) -> list[Snapshot]:
+        with as_unavailable(self._unavailable):
+            reference = self._metadata().ref(branch)
+            found = list(self._ancestors(reference.snapshotId())) if reference else []
+        if found and found[-1].parent_id is not None:
+            raise self._expired("Its first snapshots are gone.")
+        return found[::-1]
+
     def _back_to(self, branch: str, sequence_number: int) -> list[Snapshot]:
         """The branch's snapshots from the one with this sequence number on, oldest first."""
         with as_unavailable(self._unavailable):
@@ -360,9 +370,14 @@ class History:
                 hint="Roll the branch forward again, or remove the pipeline's progress and what it "
                 "has written, so that the table is loaded anew.",
             )
-        raise HistoryLost(
+        raise self._expired(
+            f"Changes after sequence number {sequence_number} can no longer be told."
+        )
+
+    def _expired(self, detail: str) -> HistoryLost:
+        return HistoryLost(
             f"the history of table {self.name} has been expired",
-            detail=f"Changes after sequence number {sequence_number} can no longer be told.",
+            detail=detail,
             hint="Remove the pipeline's progress and what it has written, so that the table is "
             "loaded anew, and keep snapshots longer than the pipeline may stand still.",
         )
