@@ -283,7 +283,7 @@ class Pipeline:
                         if upper is None:
                             break
                         epoch = self._mint(lower, upper)
-                        splits = self._source.splits(epoch)
+                        splits = self._retry(partial(self._source.splits, epoch))
                         future = pool.submit(self._write, epoch, splits, 0)
                         in_flight.append((epoch, splits, future))
                         lower = upper

@@ -8,6 +8,11 @@ an expired history and a table replaced under the same name are all noticed (`Hi
 
 An epoch moves one table: by a group of files while it is loaded, later by one snapshot, or by all
 that are there with `net_changes`.
+
+What a run sends may be seen before its progress is. A run that takes over must send the same again
+or more, never less: a row that came and went between two choices of a snapshot would stay for ever.
+So the choice itself is made durable first, by an epoch without changes: `(number, 0, 0)` before a
+load, `(number, 1, aim)` before a difference over several snapshots.
 """
 
 import logging
@@ -18,7 +23,7 @@ from itertools import chain, zip_longest
 from pyspark.sql import DataFrame, SparkSession
 
 from icestream.epoch import Epoch
-from icestream.errors import ConfigInvalid, ProgressLost
+from icestream.errors import ConfigInvalid, ProgressLost, SourceUnavailable, TargetUnavailable
 from icestream.frontier import MINIMUM, Frontier, Position
 from icestream.iceberg.catalog import Table, replaced
 from icestream.iceberg.snapshots import Files, Snapshot, Stage
@@ -180,10 +185,14 @@ class IcebergSource(Source):
     def available(self, lower: Frontier) -> Sequence[Frontier]:
         """Groups of files while a table is loaded, then one snapshot after the other."""
         self._refuse_replaced(lower)
-        streams = [
-            [(each.partition, position) for position in self._positions(each, lower)]
-            for each in map(self._follow, self._options.tables)
-        ]
+        try:
+            streams = [
+                [(each.partition, position) for position in self._positions(each, lower)]
+                for each in map(self._follow, self._options.tables)
+            ]
+        except TargetUnavailable as error:
+            # A catalog that does not answer is the source here.
+            raise SourceUnavailable(error.message, detail=error.detail, hint=error.hint) from error
         bounds, at = [], lower
         # Side by side: a long load of one table does not keep the others waiting.
         for found in chain.from_iterable(zip_longest(*streams)):
@@ -278,18 +287,23 @@ class IcebergSource(Source):
             if head is None or each.options.disable_export:
                 number = head.sequence_number if head else _BEFORE_ALL
                 return [(number, _FOLLOWING)]
-            return self._load_positions(each, head, 0)
-        number, state, *files = at
+            begin = (head.sequence_number, _LOADING, 0)
+            return [begin, *self._load_positions(each, head, 0)]
+        number, state, *rest = at
         if state == _LOADING:
-            return self._load_positions(each, history.at(branch, number), files[0])
-        if number == _BEFORE_ALL:
-            newer = history.between(None, head.id) if head else []
-        else:
-            newer = history.since(branch, number)
+            return self._load_positions(each, history.at(branch, number), rest[0])
+        newer = self._newer(each, number)
         for snapshot in newer:
             self._times[each.name, snapshot.sequence_number] = snapshot.time_ms
-        ahead: list[Position] = [(snapshot.sequence_number, _FOLLOWING) for snapshot in newer]
-        return ahead[-1:] if self._options.net_changes else ahead
+        ahead = [snapshot.sequence_number for snapshot in newer]
+        if self._options.net_changes:
+            return _aimed(number, rest, ahead)
+        return [(found, _FOLLOWING) for found in ahead]
+
+    def _newer(self, each: _Followed, number: int) -> list[Snapshot]:
+        """The snapshots after the one of this number."""
+        history, branch = each.changelog.history, self._options.branch
+        return history.since(branch, None if number == _BEFORE_ALL else number)
 
     def _load_positions(self, each: _Followed, snapshot: Snapshot, done: int) -> list[Position]:
         """Groups of files of about `load_bytes`, and last the end of the load."""
@@ -305,9 +319,10 @@ class IcebergSource(Source):
         return [*positions, (snapshot.sequence_number, _FOLLOWING)]
 
     def _split(self, each: _Followed, before: Position, after: Position) -> FrameSplit | None:
-        if before == MINIMUM or before[1] == _LOADING:
-            if each.options.disable_export or after[0] == _BEFORE_ALL:
-                return None
+        if before == MINIMUM or before[:2] == after[:2] == (before[0], _FOLLOWING):
+            # Only a choice is made, and nothing read.
+            return None
+        if before[1] == _LOADING:
             return self._load_split(each, before, after)
         return self._change_split(each, before[0], after[0])
 
@@ -315,7 +330,7 @@ class IcebergSource(Source):
         history = each.changelog.history
         snapshot = history.at(self._options.branch, after[0])
         files: Files = history.files(snapshot)
-        start = before[2] if before else 0
+        start = before[2]
         end = after[2] if after[1] == _LOADING else len(files.sizes)
 
         def events(stage: Stage) -> DataFrame | None:
@@ -326,11 +341,8 @@ class IcebergSource(Source):
     def _change_split(self, each: _Followed, before: int, after: int) -> FrameSplit | None:
         history, branch = each.changelog.history, self._options.branch
         newest = history.at(branch, after)
-        if before == _BEFORE_ALL:
-            older, path = None, history.between(None, newest.id)
-        else:
-            older = history.at(branch, before)
-            path = history.between(older.id, newest.id)
+        older = history.at(branch, before) if before != _BEFORE_ALL else None
+        path = [found for found in self._newer(each, before) if found.sequence_number <= after]
         path = [snapshot for snapshot in path if len(path) > 1 or not snapshot.keeps_rows]
         if not path:
             return None
@@ -359,6 +371,15 @@ class IcebergSource(Source):
             events,
             Stage(each.table, snapshot.schema_id),
         )
+
+
+def _aimed(number: int, aim: Sequence[int], ahead: Sequence[int]) -> list[Position]:
+    """The way to the newest snapshot in one step, after one that another run has begun."""
+    positions: list[Position] = [(aim[0], _FOLLOWING)] if aim else []
+    at = aim[0] if aim else number
+    if ahead and ahead[-1] > at:
+        positions += [(at, _FOLLOWING, ahead[-1]), (ahead[-1], _FOLLOWING)]
+    return positions
 
 
 def _table_of(partition: str) -> str:
