@@ -297,8 +297,13 @@ def _catalog_of(options: argparse.Namespace) -> tuple[Mapping[str, str], SparkOp
         return {key: value for key, _, value in given}, SparkOptions()
     config = load(options.file)
     chosen = config.pick([options.pipeline] if options.pipeline else [])[0]
-    side = chosen.source if isinstance(chosen.source, IcebergSourceOptions) else chosen.sink
-    catalog = side.catalog if not isinstance(side, OpenSearchOptions) else {}
+    source, sink = chosen.source, chosen.sink
+    catalog: Mapping[str, str] = {}
+    if isinstance(source, IcebergSourceOptions):
+        own = {table.table_name: table.catalog for table in source.tables}
+        catalog = own.get(options.table) or source.catalog
+    elif not isinstance(sink, OpenSearchOptions):
+        catalog = sink.catalog
     return {**catalog, **{key: value for key, _, value in given}}, config.spark
 
 
