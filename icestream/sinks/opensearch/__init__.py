@@ -274,7 +274,8 @@ class OpenSearchSink:
             f"table {table} went to another index than the one that it would go to",
             detail=f"So far it went to {before.name} ({before.uuid}).",
             hint=f"Restore that index, or delete document {self._pipeline} of index "
-            f"{self._options.progress_index} to load all tables of the pipeline anew.",
+            f"{self._options.progress_index} and the pipeline's indices to load all its tables "
+            "anew.",
         )
 
     def _offer_mapping(self, index: str, wanted: Mapping[str, Any]) -> bool:

@@ -187,7 +187,7 @@ class ProgressDocument:
                 f"index {index.name} {state}, and with it what pipeline {self._pipeline} brought",
                 detail=f"It holds the documents of table {table}.",
                 hint=f"Restore the index, or delete document {self._pipeline} of index "
-                f"{self._index} to load all tables of the pipeline anew.",
+                f"{self._index} and the pipeline's other indices to load all its tables anew.",
             )
 
     def uuids(self, names: Sequence[str]) -> dict[str, str]:
