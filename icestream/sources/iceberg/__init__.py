@@ -290,15 +290,17 @@ class IcebergSource(Source):
             begin = (head.sequence_number, _LOADING, 0)
             return [begin, *self._load_positions(each, head, 0)]
         number, state, *rest = at
+        loading: list[Position] = []
         if state == _LOADING:
-            return self._load_positions(each, history.at(branch, number), rest[0])
+            # What came since the load began is there as well.
+            loading = self._load_positions(each, history.at(branch, number), rest.pop())
         newer = self._newer(each, number)
         for snapshot in newer:
             self._times[each.name, snapshot.sequence_number] = snapshot.time_ms
         ahead = [snapshot.sequence_number for snapshot in newer]
         if self._options.net_changes:
-            return _aimed(number, rest, ahead)
-        return [(found, _FOLLOWING) for found in ahead]
+            return [*loading, *_aimed(number, rest, ahead)]
+        return [*loading, *((found, _FOLLOWING) for found in ahead)]
 
     def _newer(self, each: _Followed, number: int) -> list[Snapshot]:
         """The snapshots after the one of this number."""
