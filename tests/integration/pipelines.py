@@ -13,6 +13,7 @@ import yaml
 from pyspark.sql import SparkSession
 
 from icestream import cli, pipeline
+from icestream import spark as sessions
 from icestream.config import open_pipeline, parse
 from icestream.pipeline import Pipeline
 from icestream.sinks.iceberg import commit
@@ -87,6 +88,7 @@ class Shell:
         self._capfd = capfd
         # A session takes seconds to start, and one process can have only one.
         monkeypatch.setattr(cli, "open_session", lambda *_: _Kept(spark))
+        monkeypatch.setattr(sessions, "session", lambda *_: _Kept(spark))
 
     def __call__(self, *arguments: str) -> Answer:
         """Run one command and say what it returned and printed."""

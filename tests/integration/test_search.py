@@ -1,0 +1,748 @@
+"""From Iceberg tables into OpenSearch: the index equals the table, whatever happens to either."""
+
+import logging
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from icestream import failpoints, pipeline
+from icestream.change import AT, OP, Op
+from icestream.config import load, open_pipeline
+from icestream.errors import (
+    ConfigInvalid,
+    DataRejected,
+    HistoryLost,
+    ProgressLost,
+    TargetUnavailable,
+)
+from icestream.failpoints import FailpointError
+from icestream.iceberg.snapshots import History
+from icestream.sinks.opensearch import OpenSearchWriter
+from tests.faults.shop import KILLED, Process
+from tests.integration.changelog import Changelog
+from tests.integration.pipelines import Shell, assert_refused, run_once
+from tests.integration.pipelines import document as feed_document
+from tests.integration.searching import PIPELINE, TABLE, Search, sent, since
+from tests.lake import Lake
+from tests.proxy import Proxy
+from tests.servers import OpenSearch, wait_until
+
+OTHER = "shop.customers"
+FOLLOWING = 1
+LOADING = 0
+WAIT_SECONDS_MAX = 120.0
+EXIT_OPERATOR = 3
+EXIT_FENCED = 4
+# As the RFC of Data Prepper's source has it, but for the addresses.
+DATA_PREPPER = """
+version: "2"
+search:
+  source:
+    iceberg:
+      tables:
+        - table_name: "shop.orders"
+          catalog:
+            {catalog}
+          disable_export: false
+          polling_interval: "PT30S"
+          identifier_columns: ["id"]
+  sink:
+    - opensearch:
+        hosts: ["{host}"]
+        index: "${{getMetadata(\\"iceberg_table_name\\")}}"
+        document_id_field: "document_id"
+        action: "${{getMetadata(\\"bulk_action\\")}}"
+        insecure: true
+"""
+EVERY_TYPE = """
+  id BIGINT, name STRING, price DECIMAL(38, 18), at TIMESTAMP, local TIMESTAMP_NTZ, day DATE,
+  ratio DOUBLE, share FLOAT, paid BOOLEAN, count INT, raw BINARY, tags MAP<STRING, INT>,
+  buyer STRUCT<age: INT, names: ARRAY<STRING>>, items ARRAY<STRUCT<cost: DECIMAL(5, 2)>>
+"""
+# Every tenth row is null wherever it can be.
+EVERY_VALUE = """
+  SELECT id, concat('"ä\\\\\\n', id) AS name, cast(id AS DECIMAL(38, 18)) / 3 AS price,
+    timestamp_micros(1700000000123456 + id * 86400000001) AS at,
+    cast(timestamp_micros(-1700000000123456 + id) AS TIMESTAMP_NTZ) AS local,
+    date_add(DATE '1969-12-30', cast(id AS INT)) AS day,
+    CASE id WHEN 3 THEN double('NaN') WHEN 4 THEN double('-Infinity') ELSE id / 7 END AS ratio,
+    cast(id / 7 AS FLOAT) AS share, id % 2 = 0 AS paid, cast(id AS INT) AS count,
+    cast(concat('z', id) AS BINARY) AS raw, map('a', cast(id AS INT), 'b', NULL) AS tags,
+    named_struct('age', if(id % 3 = 0, NULL, 3), 'names', array('q', NULL)) AS buyer,
+    array(named_struct('cost', cast(id / 100 AS DECIMAL(5, 2)))) AS items
+  FROM range(40) WHERE id % 10 <> 0
+  UNION ALL
+  SELECT id, NULL, cast('0.000000000000000001' AS DECIMAL(38, 18)), NULL, NULL, NULL, NULL, NULL,
+    NULL, NULL, NULL, NULL, NULL, NULL
+  FROM range(40) WHERE id % 10 = 0
+"""
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenSearch]:
+    with OpenSearch(tmp_path_factory.mktemp("opensearch")) as node:
+        yield node
+
+
+@pytest.fixture
+def proxy(node: OpenSearch) -> Iterator[Proxy]:
+    with Proxy(node.url) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def search(local: Lake, embedded: dict[str, str], node: OpenSearch) -> Search:
+    """A pipeline that never ran, on a node where nothing of another test is left."""
+    found = Search(lake=local, catalog=embedded, node=node)
+    for path in ("shop.*", "icestream-progress"):
+        found.ask("DELETE", f"/{path}?ignore_unavailable=true")
+    found.ask("DELETE", "/_index_template/*")
+    local.sql(f"CREATE NAMESPACE {local.name}.shop")
+    return found
+
+
+@pytest.fixture
+def fail(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Arms a failpoint, or none with an empty text."""
+
+    def arm(text: str) -> None:
+        # Passes are counted in the process, and another run may have passed already.
+        monkeypatch.setattr(failpoints, "_passes", {})
+        monkeypatch.setenv("ICESTREAM_FAILPOINTS", text)
+
+    return arm
+
+
+def change_in_every_way(search: Search) -> Iterator[str]:
+    """Change the table by all that Spark can do to it; yields after each snapshot or few."""
+    for mode in ("copy-on-write", "merge-on-read"):
+        search.sql(
+            f"ALTER TABLE {TABLE} SET TBLPROPERTIES ('write.delete.mode' = '{mode}', "
+            f"'write.update.mode' = '{mode}', 'write.merge.mode' = '{mode}')"
+        )
+        search.sql(f"UPDATE {TABLE} SET name = '{mode}', ratio = 0.5 WHERE id % 10 = 1")
+        search.sql(f"DELETE FROM {TABLE} WHERE id IN (2, {4 if mode == 'copy-on-write' else 5})")
+        search.sql(
+            f"MERGE INTO {TABLE} t USING (SELECT id FROM range(6, 50, 40)) s ON t.id = s.id "
+            "WHEN MATCHED THEN UPDATE SET count = t.count + 1 "
+            "WHEN NOT MATCHED THEN INSERT (id, name) VALUES (s.id, 'merged')"
+        )
+        yield mode
+    search.sql(f"ALTER TABLE {TABLE} ADD COLUMN note STRING")
+    search.sql(f"UPDATE {TABLE} SET note = 'new' WHERE id = 7")
+    yield "a new column"
+    search.sql(f"ALTER TABLE {TABLE} SET TBLPROPERTIES ('format-version' = '3')")
+    search.sql(f"UPDATE {TABLE} SET name = 'vectors' WHERE id IN (8, 11)")
+    search.sql(f"DELETE FROM {TABLE} WHERE id = 9")
+    yield "deletion vectors"
+    search.sql(f"CALL system.rewrite_data_files('{TABLE}')")
+    search.sql(f"DELETE FROM {TABLE} WHERE id = 12")
+    yield "compaction"
+
+
+# The index equals the table
+
+
+def test_a_file_of_data_prepper_keeps_the_index_equal_to_the_table(
+    search: Search, tmp_path: Path
+) -> None:
+    """O1, O3, O4, O6, O7, O8, O10, O13: it loads unchanged, whatever Spark does to the table."""
+    catalog = "\n            ".join(f"{key}: {value}" for key, value in search.catalog.items())
+    file = tmp_path / "pipelines.yaml"
+    file.write_text(DATA_PREPPER.format(catalog=catalog, host=search.node.url))
+    (config,) = load(file).pipelines
+    search.create(EVERY_TYPE, rest="PARTITIONED BY (bucket(2, id))")
+    search.sql(f"INSERT INTO {TABLE} {EVERY_VALUE}")
+    open_pipeline(config, search.lake.spark).run(once=True)
+    assert len(search.documents()) == 40
+    search.assert_equal()
+    for way in change_in_every_way(search):
+        open_pipeline(config, search.lake.spark).run(once=True)
+        assert search.documents() == search.expected(), way
+    mapping = search.ask("GET", f"/{TABLE}/_mapping")[TABLE]["mappings"]["properties"]
+    kinds = {name: kind.get("type") for name, kind in mapping.items()}
+    assert kinds["price"] == "keyword"
+    assert kinds["ratio"] == "double"
+    assert kinds["at"] == kinds["day"] == "date"
+    assert kinds["note"] == "text"
+
+
+@pytest.mark.parametrize("key", [("id",), ("id", "region")])
+def test_equality_deletes_of_another_pipeline_are_followed(
+    search: Search, tmp_path: Path, key: tuple[str, ...]
+) -> None:
+    """O4, O9: written by icestream's own sink, by the identifier columns and by others."""
+    feed = Changelog.at(tmp_path / "feed")
+    into = feed_document(feed.folder.path, search.catalog)
+    search.tables = {TABLE: {"identifier_columns": list(key)}}
+    feed.put("orders", *({"id": number, "region": "eu|us", "n": 1} for number in range(20)))
+    feed.resolve()
+    run_once(search.lake.spark, into)
+    search.run()
+    feed.put("orders", *({"id": number, "region": "eu|us", "n": 2} for number in (1, 2, 30)))
+    feed.remove("orders", 3, 4, 99)
+    feed.resolve()
+    feed.put("orders", {"id": 3, "region": "asia", "n": 3}, {"id": 1, "region": "asia", "n": 3})
+    feed.remove("orders", 2)
+    feed.resolve()
+    run_once(search.lake.spark, into)
+    files = search.sql(f"SELECT content FROM {TABLE}.all_delete_files")
+    assert 2 in {row["content"] for row in files}, "there are equality deletes"
+    search.run()
+    expected = search.expected(key=key)
+    # What stands between the columns must not be taken for a part of them.
+    assert search.documents() == {
+        id_.replace("eu|us", "eu\\|us"): document for id_, document in expected.items()
+    }
+
+
+# Loading and following
+
+
+def test_without_export_only_later_changes_come(search: Search) -> None:
+    """O1: `disable_export` begins with what is there, and sends nothing of it."""
+    search.create()
+    search.insert(1, 2)
+    search.tables[TABLE]["disable_export"] = True
+    search.run()
+    assert not search.exists()
+    assert search.positions() == {TABLE: [search.sequence_number(), FOLLOWING]}
+    search.insert(3)
+    search.sql(f"UPDATE {TABLE} SET name = 'second' WHERE id = 1")
+    search.run()
+    rows = search.expected()
+    assert search.documents() == {"1": rows["1"], "3": rows["3"]}
+
+
+def test_a_table_without_snapshots_gets_its_first_one_later(search: Search) -> None:
+    """O1, O2: nothing is there to be loaded, and whatever comes is a change."""
+    search.create()
+    search.run()
+    assert not search.exists()
+    search.insert(1)
+    search.insert(2, name="second")
+    search.sql(f"DELETE FROM {TABLE} WHERE id = 1")
+    search.run()
+    assert set(search.documents()) == {"2"}
+    search.assert_equal()
+
+
+def test_a_first_snapshot_that_expired_before_it_was_read_is_missed(search: Search) -> None:
+    """O6, E7: a table that had no snapshot has a history as well."""
+    search.create()
+    search.run()
+    search.insert(1)
+    search.insert(2)
+    expire(search)
+    with pytest.raises(HistoryLost) as lost:
+        search.run()
+    assert "loaded anew" in str(lost.value.hint)
+
+
+def test_a_load_goes_on_where_it_was_stopped(search: Search, proxy: Proxy) -> None:
+    """O1, E2: group by group, and what was committed meanwhile follows exactly once."""
+    search.create()
+    for number in range(4):
+        search.insert(number, 10 + number)
+    loaded = search.sequence_number()
+    search.url, search.source["load_bytes"] = proxy.url, 1
+    begun, before = search.pipeline(), sent()
+    # The claim and the begin of the load come first.
+    stop_at_commit(proxy, begun, after_bulk=2)
+    begun.run(once=True)
+    assert search.positions() == {TABLE: [loaded, LOADING, 2]}
+    assert since(before) == {"indexed": 4}
+    search.insert(5, name="meanwhile")
+    search.sql(f"UPDATE {TABLE} SET name = 'meanwhile' WHERE id IN (0, 3)")
+    search.sql(f"DELETE FROM {TABLE} WHERE id IN (1, 13)")
+    search.run()
+    # Four rows of the other files, then one insert, two updates and two deletes.
+    assert since(before) == {"indexed": 4 + 4 + 3, "deleted": 2}
+    assert search.positions() == {TABLE: [loaded + 3, FOLLOWING]}
+    search.assert_equal()
+    search.run()
+    assert since(before) == {"indexed": 11, "deleted": 2}
+
+
+def stop_at_commit(proxy: Proxy, begun: pipeline.Pipeline, after_bulk: int) -> None:
+    """Let a run end after the commit of the group whose bulk is this one."""
+    seen = iter(range(1, 1000))
+
+    def count() -> None:
+        if next(seen) == after_bulk:
+            begun.stop()
+
+    proxy.on("POST", "_bulk", times=None).call_before(count)
+
+
+def test_two_tables_are_followed_and_one_that_is_added_is_loaded(search: Search) -> None:
+    """O1, O2, O13: each has its own catalog, key and position."""
+    search.create()
+    search.insert(1, 2)
+    search.run()
+    own = {"catalog": dict(search.catalog), "identifier_columns": ["name", "id"]}
+    search.tables[OTHER] = own
+    search.source["catalog"] = {}
+    search.tables[TABLE]["catalog"] = dict(search.catalog)
+    search.create(table=OTHER, mode="merge-on-read")
+    search.insert(1, 2, table=OTHER)
+    search.insert(3)
+    search.run()
+    search.assert_equal()
+    search.assert_equal(OTHER, ("name", "id"))
+    search.sql(f"UPDATE {OTHER} SET id = 7 WHERE id = 1")
+    search.sql(f"DELETE FROM {TABLE} WHERE id = 1")
+    search.sql(f"UPDATE {OTHER} SET name = 'second' WHERE id = 2")
+    before, other = sent(), sent(OTHER)
+    search.run()
+    assert since(before) == {"deleted": 1}
+    assert since(other, OTHER) == {"indexed": 2, "deleted": 2}
+    search.assert_equal()
+    search.assert_equal(OTHER, ("name", "id"))
+    numbers = {name: [search.sequence_number(name), FOLLOWING] for name in (TABLE, OTHER)}
+    assert search.positions() == numbers
+
+
+@pytest.mark.parametrize("net", [False, True])
+def test_several_snapshots_between_two_looks(search: Search, net: bool) -> None:
+    """O2, O8: one after the other, or at once as the difference that they make."""
+    search.source["net_changes"] = net
+    search.create(mode="merge-on-read")
+    search.insert(1, 2, 3)
+    search.run()
+    before = sent()
+    search.insert(4)
+    search.sql(f"UPDATE {TABLE} SET name = 'second' WHERE id IN (1, 4)")
+    search.sql(f"UPDATE {TABLE} SET name = 'third' WHERE id = 1")
+    search.insert(5)
+    search.sql(f"DELETE FROM {TABLE} WHERE id IN (2, 5)")
+    search.run()
+    search.assert_equal()
+    one_by_one = {"indexed": 1 + 2 + 1 + 1, "deleted": 2}
+    assert since(before) == ({"indexed": 2, "deleted": 1} if net else one_by_one)
+    last = search.sequence_number()
+    assert search.versions() == {"1": last if net else last - 2, "3": 1, "4": last if net else 3}
+
+
+# Which document a row is
+
+
+def test_rows_without_identity_are_inserted_and_never_deleted(
+    search: Search, caplog: pytest.LogCaptureFixture
+) -> None:
+    """O9: a warning at the start; a delete stops the pipeline, and nothing is acknowledged."""
+    search.tables = {TABLE: {}}
+    search.create()
+    search.insert(1, 1, 2)
+    with caplog.at_level(logging.WARNING, "icestream"):
+        search.run()
+    assert "no identifier columns" in caplog.text
+    search.insert(3)
+    search.run()
+    assert sorted(document["id"] for document in search.documents().values()) == [1, 1, 2, 3]
+    durable = search.positions()
+    search.sql(f"DELETE FROM {TABLE} WHERE id = 2")
+    with pytest.raises(DataRejected) as refused:
+        search.run()
+    assert "identifier_columns" in str(refused.value.hint)
+    assert search.positions() == durable
+    assert len(search.documents()) == 4
+
+
+def test_row_ids_stand_for_identifier_columns(search: Search) -> None:
+    """O5, O9: in a table of format version 3, by copy-on-write and by deletion vectors."""
+    search.tables = {TABLE: {}}
+    search.create(version=3)
+    search.insert(1, 1, 2)
+    search.insert(3)
+    search.run()
+    before = set(search.documents())
+    search.sql(f"UPDATE {TABLE} SET name = 'second' WHERE id = 2")
+    search.sql(f"ALTER TABLE {TABLE} SET TBLPROPERTIES ('write.delete.mode' = 'merge-on-read')")
+    search.sql(f"DELETE FROM {TABLE} WHERE id = 3")
+    search.sql(f"INSERT INTO {TABLE} VALUES (4, 'fourth')")
+    search.run()
+    rows = search.sql(f"SELECT _row_id AS place, id, name FROM {TABLE}")
+    expected = {str(row.pop("place")): row for row in rows}
+    assert search.documents() == expected
+    assert len(before & set(expected)) == 3, "an update keeps its document"
+
+
+def test_a_null_in_an_identifier_column_stops_the_pipeline(search: Search) -> None:
+    """O9, O12: with an error that says so, and nothing is acknowledged."""
+    search.create()
+    search.insert(1)
+    search.run()
+    durable = search.positions()
+    search.sql(f"INSERT INTO {TABLE} VALUES (NULL, 'nobody')")
+    with pytest.raises(DataRejected) as refused:
+        search.run()
+    assert "null" in str(refused.value.detail)
+    assert "never null" in str(refused.value.hint)
+    assert search.positions() == durable
+    search.sql(f"DELETE FROM {TABLE} WHERE id IS NULL")
+    search.source["net_changes"] = True
+    search.run()
+    search.assert_equal()
+
+
+def test_an_id_that_opensearch_does_not_take(search: Search) -> None:
+    """O11, O12: stops the pipeline, or becomes a dead letter while all others pass."""
+    search.tables = {TABLE: {"identifier_columns": ["name"]}}
+    search.create()
+    search.sql(f"INSERT INTO {TABLE} VALUES (1, repeat('ä', 256)), (2, repeat('ä', 257))")
+    with pytest.raises(DataRejected) as refused:
+        search.run()
+    assert "512 bytes" in str(refused.value.detail)
+    assert "dead_letter" in str(refused.value.hint)
+    search.sink["on_error"] = "dead_letter"
+    search.run()
+    assert [document["id"] for document in search.documents().values()] == [1]
+    (letter,) = search.documents(f"{TABLE}__dead_letters").values()
+    assert letter["error_type"] == "illegal_id"
+    assert '"id":2' in letter["document"]
+    assert search.positions() == {TABLE: [1, FOLLOWING]}
+    # What never came in need not be deleted.
+    search.sql(f"DELETE FROM {TABLE} WHERE id = 2")
+    search.run()
+    search.assert_equal(key=("name",))
+
+
+def test_names_that_are_nowhere_are_refused(search: Search) -> None:
+    """O9, O13: an identifier column or a table that does not exist."""
+    search.create()
+    search.tables[TABLE]["identifier_columns"] = ["number"]
+    with pytest.raises(ConfigInvalid) as refused:
+        search.run()
+    assert "no column number" in str(refused.value)
+    assert "id, name" in str(refused.value.hint)
+    search.tables = {OTHER: {}}
+    with pytest.raises(ConfigInvalid) as refused:
+        search.run()
+    assert f"no table {OTHER}" in str(refused.value)
+    assert search.progress() == {}
+
+
+# What was lost is noticed
+
+
+def expire(search: Search) -> None:
+    search.sql(
+        f"CALL system.expire_snapshots(table => '{TABLE}', retain_last => 1, "
+        "older_than => TIMESTAMP '2999-01-01 00:00:00')"
+    )
+
+
+def expired(search: Search) -> None:
+    search.insert(3)
+    search.insert(4)
+    expire(search)
+
+
+def rolled_back(search: Search) -> None:
+    first = search.snapshot_ids()[0]
+    search.sql(f"CALL system.rollback_to_snapshot('{TABLE}', {first})")
+    search.insert(5)
+
+
+def made_anew(search: Search) -> None:
+    search.sql(f"DROP TABLE {TABLE}")
+    search.create()
+    for number in range(4):
+        search.insert(number)
+
+
+def replaced(search: Search) -> None:
+    search.sql(f"CREATE OR REPLACE TABLE {TABLE} USING iceberg AS SELECT 9 AS id, 'x' AS name")
+
+
+def index_deleted(search: Search) -> None:
+    search.ask("DELETE", f"/{TABLE}")
+    search.insert(6)
+
+
+def index_made_anew(search: Search) -> None:
+    search.ask("DELETE", f"/{TABLE}")
+    search.ask("PUT", f"/{TABLE}")
+    search.insert(6)
+
+
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        (expired, ("has been expired", "loaded anew")),
+        (rolled_back, ("was rolled back", "Roll the branch forward again", "loaded anew")),
+        (made_anew, ("was dropped and created anew", "loaded anew")),
+        (replaced, ("was rolled back", "loaded anew")),
+        (index_deleted, (f"index {TABLE} is gone", "Restore the index", f"document {PIPELINE}")),
+        (index_made_anew, (f"index {TABLE} has been made anew", f"document {PIPELINE}")),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_was_lost_is_noticed_and_left_to_a_person(
+    search: Search, shell: Shell, harm: Callable[[Search], None], said: tuple[str, ...]
+) -> None:
+    """O6, E7, E8: with what to do about it; nothing is skipped in silence."""
+    search.create()
+    search.insert(1)
+    search.insert(2)
+    search.run()
+    documents, durable = search.documents(), search.positions()
+    harm(search)
+    answer = shell.run(search.document())
+    assert_refused(answer, EXIT_OPERATOR, *said)
+    assert search.positions() == durable
+    if search.exists():
+        assert search.documents() in (documents, {})
+
+
+def test_a_running_pipeline_waits_for_a_catalog_and_stops_for_another_table(
+    search: Search, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """O2, O6, E8, E12: a table that was made anew is not taken for a catalog that is away."""
+    search.create()
+    search.insert(1)
+    search.source["polling_interval"] = 0.2
+    running, errors, away = search.pipeline(), list[Exception](), threading.Event()
+
+    def run() -> None:
+        try:
+            running.run()
+        except Exception as error:
+            errors.append(error)
+
+    def head(history: History, branch: str, known: Any = History.head) -> Any:
+        if away.is_set():
+            raise TargetUnavailable("could not read the history")
+        return known(history, branch)
+
+    def stalled() -> bool:
+        return running.health.to_json()["state"] == "stalled"
+
+    # An embedded catalog is never away.
+    monkeypatch.setattr(History, "head", head)
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        wait_for(lambda: search.exists() and len(search.documents()) == 1)
+        away.set()
+        wait_for(stalled)
+        search.insert(2)
+        away.clear()
+        wait_for(lambda: len(search.documents()) == 2 and not stalled())
+        away.set()
+        wait_for(stalled)
+        made_anew(search)
+        away.clear()
+        wait_for(lambda: not thread.is_alive())
+    finally:
+        running.stop()
+        thread.join(WAIT_SECONDS_MAX)
+    (error,) = errors
+    assert isinstance(error, ProgressLost)
+    assert "created anew" in str(error)
+    assert running.health.to_json()["state"] == "halted"
+
+
+# Runs that die, and runs that come back
+
+
+@pytest.mark.parametrize("net", [False, True])
+def test_a_run_that_died_anywhere_is_made_good_by_the_next(
+    search: Search, fail: Callable[[str], None], net: bool
+) -> None:
+    """O12, E2: the same changes again, after the table has gone on, leave no trace of the first."""
+    search.source["net_changes"] = net
+    search.create()
+    search.insert(1, 2)
+    search.run()
+    commit = 3 if net else 2
+    points = [f"before-swap=error@{commit}", f"after-swap=error@{commit}"]
+    points += [] if net else ["after-claim=error", "after-write=error@1", "after-commit=error"]
+    for number, point in enumerate(points, start=10):
+        search.insert(number)
+        fail(point)
+        with pytest.raises(FailpointError):
+            search.run()
+        fail("")
+        search.sql(f"DELETE FROM {TABLE} WHERE id = {number}")
+        search.sql(f"UPDATE {TABLE} SET name = '{point}' WHERE id = 1")
+        search.run()
+        search.assert_equal()
+        assert search.versions() == {"1": search.sequence_number(), "2": 1}
+
+
+@pytest.mark.parametrize("point", ["before-swap=error@3", "after-write=error@2"])
+def test_a_load_that_died_before_its_first_commit_is_finished_as_it_began(
+    search: Search, fail: Callable[[str], None], point: str
+) -> None:
+    """O1, O12: documents of rows that are deleted before the next run do not stay behind."""
+    search.create()
+    search.insert(1, 2)
+    search.insert(3)
+    fail(point)
+    with pytest.raises(FailpointError):
+        search.run()
+    fail("")
+    assert set(search.documents()) == {"1", "2", "3"}
+    search.sql(f"DELETE FROM {TABLE} WHERE id = 1")
+    search.run()
+    search.assert_equal()
+
+
+@pytest.mark.parametrize("point", ["before-swap=kill@3", "after-swap=kill@3"])
+def test_a_process_that_was_killed_is_made_good_by_the_next(
+    search: Search, tmp_path: Path, shell: Shell, point: str
+) -> None:
+    """O12, E2: killed between the bulk request and the commit, or before it heard of the commit."""
+    search.create()
+    search.insert(1, 2)
+    file = shell.write(search.document())
+    ended = Process(["run", "--once", file], point).wait()
+    assert ended.exit_code == KILLED, ended.stderr
+    search.sql(f"DELETE FROM {TABLE} WHERE id = 1")
+    search.run()
+    search.assert_equal()
+
+
+def test_a_writer_that_wakes_up_late_changes_nothing(search: Search) -> None:
+    """O12, E6: neither what was updated nor what was deleted since."""
+    search.create()
+    search.insert(1, 2, 3)
+    search.run()
+    late = pickle.dumps(OpenSearchWriter(options=search.config().sink, indices={TABLE: TABLE}))
+    version = search.sequence_number()
+    search.sql(f"UPDATE {TABLE} SET name = 'second' WHERE id = 1")
+    search.sql(f"DELETE FROM {TABLE} WHERE id = 2")
+    search.run()
+    changes = pa.table(
+        {
+            OP: pa.array([Op.UPSERT, Op.UPSERT], pa.int8()),
+            AT: pa.array([version, version], pa.int64()),
+            "id": ["1", "2"],
+            "document": ['{"id": 1, "name": "first"}', '{"id": 2, "name": "first"}'],
+        }
+    )
+    (report,) = pickle.loads(late).write(TABLE, "0", changes)
+    assert '"superseded": 2' in report
+    search.assert_equal()
+
+
+def test_of_two_runs_the_older_is_fenced(search: Search, proxy: Proxy, shell: Shell) -> None:
+    """O12, E6: also when its last request comes after all that the newer one has done."""
+    search.create()
+    search.insert(1, 2)
+    search.run()
+    search.insert(3)
+    search.sql(f"UPDATE {TABLE} SET name = 'second' WHERE id = 1")
+    older = shell.write({**search.document(), PIPELINE: through(search, proxy)})
+
+    def newer() -> None:
+        search.sql(f"UPDATE {TABLE} SET name = 'third' WHERE id = 3")
+        search.sql(f"DELETE FROM {TABLE} WHERE id = 2")
+        search.run()
+
+    proxy.on("POST", "_bulk").call_before(newer)
+    answer = shell("run", "--once", older)
+    assert_refused(answer, EXIT_FENCED, "a newer run of pipeline search has taken over")
+    search.assert_equal()
+    assert search.progress()["generation"] == 3
+
+
+def through(search: Search, proxy: Proxy) -> dict[str, Any]:
+    """The pipeline on another way to the node."""
+    pipeline = search.document()[PIPELINE]
+    pipeline["sink"][0]["opensearch"]["hosts"] = [proxy.url]
+    return dict(pipeline)
+
+
+# The command line
+
+
+def test_commands_show_where_a_pipeline_is_and_what_changed(search: Search, shell: Shell) -> None:
+    """O3, O14, E12: for people and for programs; one updated row of a file is one change."""
+    search.create()
+    search.insert(1, 2, 3)
+    first = search.snapshot_ids()[-1]
+    file = shell.write(search.document())
+    assert shell("check", file).out == f"search: ok, tables ['{TABLE}']\n"
+    assert shell("run", "--once", file).code == 0
+    search.sql(f"UPDATE {TABLE} SET name = 'second' WHERE id = 2")
+    (row,) = shell("status", "--json", file).rows()
+    assert (row["table"], row["state"], row["position"]) == (TABLE, "ok", f"{TABLE} 1")
+    line = shell("status", file).out
+    assert line.startswith(f"search  {TABLE}  epoch {row['epoch']}  at {TABLE} 1  committed ")
+    changes = ("changes", TABLE, "--file", file, "--by", "id", "--from", str(first))
+    last = search.snapshot_ids()[-1]
+    (change,) = shell(*changes, "--json").rows()
+    assert change == {
+        "iceberg_operation": "UPDATE_AFTER",
+        "iceberg_table_name": TABLE,
+        "iceberg_snapshot_id": last,
+        "document_id": "2",
+        "bulk_action": "INDEX",
+        "row": {"id": 2, "name": "second"},
+    }
+    assert shell(*changes).out == f"{last}  UPDATE_AFTER  2  id=2  name=second\n"
+    search.ask("DELETE", f"/{TABLE}")
+    (row,) = shell("status", "--json", file).rows()
+    assert row["state"] == "lost"
+
+
+def test_changes_are_read_from_the_tables_own_catalog(search: Search, shell: Shell) -> None:
+    """O13, O14: the one that the pipeline file gives to the table alone."""
+    search.create()
+    search.insert(1)
+    search.tables[TABLE]["catalog"] = dict(search.catalog)
+    search.source["catalog"] = {"type": "hadoop", "warehouse": "/nowhere"}
+    answer = shell("changes", TABLE, "--file", shell.write(search.document()), "--json")
+    assert [row["row"] for row in answer.rows()] == [{"id": 1, "name": "first"}], answer.err
+
+
+# A cluster in trouble
+
+
+def test_a_busy_cluster_gets_the_same_documents_later(search: Search, proxy: Proxy) -> None:
+    """O11, O12: 429 for a while, an answer that was lost, and each document there once."""
+    search.create()
+    search.insert(1, 2)
+    search.url = proxy.url
+    proxy.on("POST", "_bulk", times=2).refuse(429)
+    proxy.on("PUT", "_doc/search").lose_answer()
+    search.run()
+    assert proxy.count("POST", "_bulk") >= 3
+    search.assert_equal()
+    assert search.versions() == {"1": 1, "2": 1}
+
+
+def test_a_node_that_is_away_for_a_while_gets_everything(
+    search: Search, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """O11, O12: killed in the middle of a load and started again."""
+    # Other tests want to see errors at once.
+    monkeypatch.setattr(pipeline, "RETRIES_MAX", 10)
+    monkeypatch.setattr(pipeline, "RETRY_SECONDS", 0.5)
+    search.create()
+    for number in range(3):
+        search.insert(number, 10 + number)
+    search.url, search.source["load_bytes"] = proxy.url, 1
+    back = threading.Thread(target=search.node.start)
+
+    def away() -> None:
+        search.node.stop()
+        back.start()
+
+    proxy.on("POST", "_bulk").call_before(away)
+    search.run()
+    back.join()
+    search.assert_equal()
+    assert search.versions() == dict.fromkeys(search.expected(), search.sequence_number())
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    wait_until(condition, WAIT_SECONDS_MAX, "what a test waits for")
