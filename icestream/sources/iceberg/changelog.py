@@ -255,11 +255,12 @@ def _signed(rows: DataFrame | None, sign: int) -> DataFrame | None:
 def _without_carried(rows: DataFrame, shape: _Shape) -> DataFrame:
     """Rows of those identities that have changed; far fewer than the rewritten files hold.
 
-    Only hashes are brought together. Two sets of rows that differ in 96 bits of hashes are never
-    taken for equal; where they agree by chance a change would be missed, once in 10^28.
+    Only hashes are brought together, 64 bits for a row: two rows of one identity that differ agree
+    in them once in 10^19.
     """
     keyed = rows.withColumn(_HASH, _key_hash(rows, shape))
-    hashes = keyed.select(_HASH, _SIGN, *_hashes(keyed, shape))
+    # Each further sum costs as much as reading a column.
+    hashes = keyed.select(_HASH, _SIGN, *_hashes(keyed, shape)[:2])
     changed = _changed(hashes, _HASH).select(_HASH).localCheckpoint()
     few = changed.count() <= _BROADCAST_MAX
     return keyed.join(F.broadcast(changed) if few else changed, _HASH, "left_semi").drop(_HASH)
@@ -317,7 +318,8 @@ def _by_row(rows: DataFrame) -> DataFrame:
 
 def _changed(rows: DataFrame, by: str, *others: Column) -> DataFrame:
     """The groups whose rows before and after are not the same set, counted with their numbers."""
-    sums = {name: F.sum(F.col(name) * F.col(_SIGN)) for name in _HASHES}
+    there = [name for name in _HASHES if name in rows.columns]
+    sums = {name: F.sum(F.col(name) * F.col(_SIGN)) for name in there}
     sums["more"] = F.sum(_SIGN)
     found = rows.groupBy(by).agg(*(each.alias(name) for name, each in sums.items()), *others)
     differs = reduce(lambda one, other: one | other, (F.col(name) != 0 for name in sums))
