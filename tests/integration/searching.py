@@ -155,8 +155,8 @@ class Search:
     def assert_equal(self, table: str = TABLE, key: tuple[str, ...] = ("id",)) -> None:
         """The index holds exactly the table's rows, every column of them."""
         documents, expected = self.documents(table), self.expected(table, key)
-        wrong = sorted(documents.keys() ^ expected.keys())
-        wrong += [id_ for id_ in documents if documents[id_] != expected.get(id_)]
+        ids = sorted(documents.keys() | expected.keys())
+        wrong = [id_ for id_ in ids if documents.get(id_) != expected.get(id_)]
         shown = [(id_, documents.get(id_), expected.get(id_)) for id_ in wrong[:3]]
         assert not wrong, f"{len(wrong)} documents differ, such as (found, expected) {shown}"
 
