@@ -68,3 +68,4 @@ servers: setup ## start the test servers and say how to reach them
 
 clean: ## remove what can be made again
 	rm -rf $(VENV) icestream-demo icestream-data .pytest_cache .mypy_cache .ruff_cache
+	find icestream -name '*.nb[ic]' -delete

@@ -34,7 +34,7 @@ ACTION = "bulk_action"
 ROW = "row"
 
 INSERT, DELETE = "INSERT", "DELETE"
-UPDATE_BEFORE, UPDATE_AFTER = "UPDATE_BEFORE", "UPDATE_AFTER"
+UPDATE_AFTER = "UPDATE_AFTER"
 INDEX = "INDEX"
 
 _KEY, _SIGN, _HASH, _NAMED = "key", "sign", "hash", "named"
