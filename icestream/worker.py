@@ -212,7 +212,7 @@ def _refuse_nameless(table: str, identified: bool, changes: pa.Table) -> None:
         if pc.any(nameless).as_py():
             raise DataRejected(
                 f"a row of table {table} has no identifier",
-                detail="One of the identifier columns is null.",
+                detail="Its identifier column is null, or it has no row id yet.",
                 hint="Choose identifier columns that are never null.",
             )
     elif pc.any(pc.equal(changes.column(OP), int(Op.DELETE))).as_py():

