@@ -50,7 +50,7 @@ CONFINED = {
     "urllib3": {"sinks.opensearch.client"},
 }
 # The gateway to the JVM is handed over in `config` and used below it.
-GATEWAY_MODULES = {"iceberg.catalog", "iceberg.snapshots", "spark", "config"}
+GATEWAY_MODULES = {"iceberg.catalog", "iceberg.picks", "iceberg.snapshots", "spark", "config"}
 BANNED_WORDS = {
     *("util", "helper", "common", "misc", "base", "manager", "handler", "processor", "core"),
     *("impl", "types"),

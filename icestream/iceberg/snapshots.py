@@ -4,9 +4,6 @@ A `Step` between two snapshots names the files whose rows differ: gone, came, an
 deletes. `Stage` lets Spark read any of them through Iceberg's own reader, which applies deletes and
 schema changes. It also tells rows' ids where the table has them, or, if asked, their places and
 which of them are deleted (`FILE` and the names below it).
-
-Files are picked inside the JVM: a call through the gateway for each of many thousands would take
-longer than reading them.
 """
 
 import json
@@ -17,6 +14,7 @@ from typing import Any
 
 from icestream.errors import ConfigInvalid, HistoryLost, RolledBack
 from icestream.iceberg.catalog import ANCESTORS_MAX, Table, as_unavailable
+from icestream.iceberg.picks import Picks
 
 # Where a row lies and whether it is deleted: columns of rows that are staged with their marks.
 FILE = "_file"
@@ -28,7 +26,6 @@ ROW_ID = "_row_id"
 _REPLACE = "replace"
 _LINEAGE_FROM_VERSION = 3
 _SEQUENCES_FROM_VERSION = 2
-_GUAVA = "org.apache.iceberg.relocated.com.google.common"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +86,7 @@ class History:
         self._table = table.java
         self._jvm = table.jvm
         self._fresh_metadata = table.fresh_metadata
-        self._picks = _Picks(table.jvm)
+        self._picks = Picks(table.jvm)
         self._unavailable = f"could not read the history of table {table.name}"
         self.name = str(table.name)
         with as_unavailable(self._unavailable):
@@ -441,188 +438,3 @@ class Stage:
             self._manager.removeTasks(view, name)
             self._cache.remove(name)
         self._added = []
-
-
-class _Picks:
-    """Collections of files and scan tasks, and how some of them are picked."""
-
-    def __init__(self, jvm: Any):
-        self._jvm = jvm
-        self._handles = jvm.java.lang.invoke.MethodHandles
-        self._lookup = self._handles.publicLookup()
-        self._guava = jvm.org.apache.iceberg.relocated.com.google.common
-        content_file = self._class("org.apache.iceberg.ContentFile")
-        file_of = self._method("org.apache.iceberg.ContentScanTask", "file", content_file)
-        self._location_handle = self._method(
-            content_file, "location", self._class("java.lang.String")
-        )
-        self._size_handle = self._method(content_file, "fileSizeInBytes", self._primitive("Long"))
-        self._spec_handle = self._method(content_file, "specId", self._primitive("Integer"))
-        self._location = self._function(self._location_handle)
-        self._spec = self._function(self._spec_handle)
-        self._task_location = self._function(
-            self._handles.filterReturnValue(file_of, self._location_handle)
-        )
-        self._task_size = self._function(
-            self._handles.filterReturnValue(file_of, self._size_handle)
-        )
-
-    def nothing(self) -> Any:
-        """An empty set of places of files."""
-        return self._jvm.java.util.HashSet()
-
-    def copy(self, places: Any) -> Any:
-        """The same set once more."""
-        return self._jvm.java.util.HashSet(places)
-
-    def no_tasks(self) -> Any:
-        """An empty list of tasks."""
-        return self._jvm.java.util.ArrayList()
-
-    def add_all(self, target: Any, source: Any) -> None:
-        """Add all of an iterable to a collection."""
-        self._guava.collect.Iterables.addAll(target, source)
-
-    def locations(self, files: Any) -> Any:
-        """The places of files."""
-        found = self.nothing()
-        self.add_all(found, self._guava.collect.Iterables.transform(files, self._location))
-        return found
-
-    def task_locations(self, tasks: Any) -> Any:
-        """The places of the files that tasks read."""
-        found = self.nothing()
-        self.add_all(found, self._guava.collect.Iterables.transform(tasks, self._task_location))
-        return found
-
-    def of(self, tasks: Any, places: Any) -> Any:
-        """The tasks that read files at these places; none of no tasks (None)."""
-        if tasks is None:
-            return self.no_tasks()
-        return self._filtered(tasks, self._among(places, self._task_location))
-
-    def files_at(self, files: Any, places: Any) -> Any:
-        """The files at these places."""
-        return self._filtered(files, self._among(places, self._location))
-
-    def with_deletes(self, tasks: Any, places: Any) -> Any:
-        """The tasks whose file has a delete file at one of these places."""
-        java_list = self._class("java.util.List")
-        collection = self._class("java.util.Collection")
-        function = self._class(f"{_GUAVA}.base.Function")
-        boolean = self._primitive("Boolean")
-        deletes = self._method("org.apache.iceberg.FileScanTask", "deletes", java_list)
-        transform = self._static(
-            f"{_GUAVA}.collect.Lists", "transform", java_list, java_list, function
-        )
-        to_places = self._handles.insertArguments(
-            transform, 1, self._array("java.lang.Object", [self._location])
-        )
-        disjoint = self._static(
-            "java.util.Collections", "disjoint", boolean, collection, collection
-        ).bindTo(places)
-        disjoint = disjoint.asType(self._type(boolean, java_list))
-        both = self._handles.filterReturnValue(deletes, to_places)
-        untouched = self._proxy(
-            f"{_GUAVA}.base.Predicate", self._handles.filterReturnValue(both, disjoint)
-        )
-        return self._filtered(tasks, getattr(self._guava.base.Predicates, "not")(untouched))
-
-    def sorted(self, tasks: Any) -> Any:
-        """The tasks in the order of their files' places."""
-        order = self._jvm.java.util.Comparator.comparing(
-            self._proxy("java.util.function.Function", self._task_location_handle())
-        )
-        self._jvm.java.util.Collections.sort(tasks, order)
-        return tasks
-
-    def sizes(self, tasks: Any) -> list[int]:
-        """The sizes of the tasks' files in bytes."""
-        sizes = self._guava.collect.Iterables.transform(tasks, self._task_size)
-        text = str(self._guava.base.Joiner.on(",").join(sizes))
-        return [int(size) for size in text.split(",")] if text else []
-
-    def task(self, schema: Any, spec: Any, file: Any) -> Any:
-        """A task that reads one file, to which no deletes apply."""
-        return self._jvm.org.apache.iceberg.BaseFileScanTask(file, *self._rest(schema, spec))
-
-    def tasks(self, schema: Any, spec: Any, files: Any) -> Any:
-        """Tasks for those of the files that have this partition spec, without deletes."""
-        kinds = [
-            *("org.apache.iceberg.DataFile", "[Lorg.apache.iceberg.DeleteFile;"),
-            *("java.lang.String", "java.lang.String"),
-            "org.apache.iceberg.expressions.ResidualEvaluator",
-        ]
-        void = self._primitive("Void")
-        made = self._lookup.findConstructor(
-            self._class("org.apache.iceberg.BaseFileScanTask"),
-            self._type(void, *(self._class(kind) for kind in kinds)),
-        )
-        rest = self._array("java.lang.Object", self._rest(schema, spec))
-        make = self._function(self._handles.insertArguments(made, 1, rest))
-        same = self._guava.base.Predicates.compose(
-            self._guava.base.Predicates.equalTo(spec.specId()), self._spec
-        )
-        return self._list(
-            self._guava.collect.Iterables.transform(self._filtered(files, same), make)
-        )
-
-    def _rest(self, schema: Any, spec: Any) -> list[Any]:
-        iceberg = self._jvm.org.apache.iceberg
-        everything = iceberg.expressions.Expressions.alwaysTrue()
-        return [
-            self._array("org.apache.iceberg.DeleteFile", []),
-            iceberg.SchemaParser.toJson(schema),
-            iceberg.PartitionSpecParser.toJson(spec),
-            iceberg.expressions.ResidualEvaluator.unpartitioned(everything),
-        ]
-
-    def _task_location_handle(self) -> Any:
-        content_file = self._class("org.apache.iceberg.ContentFile")
-        file_of = self._method("org.apache.iceberg.ContentScanTask", "file", content_file)
-        return self._handles.filterReturnValue(file_of, self._location_handle)
-
-    def _among(self, places: Any, place_of: Any) -> Any:
-        predicates = self._guava.base.Predicates
-        return predicates.compose(getattr(predicates, "in")(places), place_of)
-
-    def _filtered(self, items: Any, predicate: Any) -> Any:
-        return self._list(self._guava.collect.Iterables.filter(items, predicate))
-
-    def _list(self, items: Any) -> Any:
-        found = self._jvm.java.util.ArrayList()
-        self.add_all(found, items)
-        return found
-
-    def _class(self, name: str) -> Any:
-        loader = self._jvm.java.lang.Thread.currentThread().getContextClassLoader()
-        return self._jvm.java.lang.Class.forName(name, True, loader)
-
-    def _primitive(self, name: str) -> Any:
-        return getattr(self._jvm.java.lang, name).TYPE
-
-    def _type(self, result: Any, *arguments: Any) -> Any:
-        listed = self._jvm.java.util.ArrayList()
-        for argument in arguments:
-            listed.add(argument)
-        return self._jvm.java.lang.invoke.MethodType.methodType(result, listed)
-
-    def _method(self, owner: Any, name: str, result: Any) -> Any:
-        kind = self._class(owner) if isinstance(owner, str) else owner
-        return self._lookup.findVirtual(kind, name, self._type(result))
-
-    def _static(self, owner: str, name: str, result: Any, *arguments: Any) -> Any:
-        return self._lookup.findStatic(self._class(owner), name, self._type(result, *arguments))
-
-    def _function(self, handle: Any) -> Any:
-        return self._proxy(f"{_GUAVA}.base.Function", handle)
-
-    def _proxy(self, interface: str, handle: Any) -> Any:
-        proxies = self._jvm.java.lang.invoke.MethodHandleProxies
-        return proxies.asInterfaceInstance(self._class(interface), handle)
-
-    def _array(self, kind: str, items: Sequence[Any]) -> Any:
-        array = self._jvm.java.lang.reflect.Array.newInstance(self._class(kind), len(items))
-        for number, item in enumerate(items):
-            array[number] = item
-        return array
