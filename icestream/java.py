@@ -12,7 +12,6 @@ import os
 import re
 import shutil
 import ssl
-import stat
 import struct
 import subprocess
 import tempfile
@@ -72,7 +71,8 @@ def _packaged_java() -> Path:
     if not wrapper.exists() or wrapper.read_text() != script:
         wrapper.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(wrapper, script)
-        wrapper.chmod(wrapper.stat().st_mode | stat.S_IXUSR | stat.S_IXGRP | stat.S_IXOTH)
+        # A script must be readable by whoever runs it.
+        wrapper.chmod(0o755)
     return home
 
 
