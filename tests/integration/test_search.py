@@ -36,6 +36,7 @@ OTHER = "shop.customers"
 FOLLOWING = 1
 LOADING = 0
 WAIT_SECONDS_MAX = 120.0
+EXIT_CONFIG = 2
 EXIT_OPERATOR = 3
 EXIT_FENCED = 4
 # As the RFC of Data Prepper's source has it, but for the addresses.
@@ -499,6 +500,19 @@ def test_what_was_lost_is_noticed_and_left_to_a_person(
     assert search.positions() == durable
     if search.exists():
         assert search.documents() in (documents, {})
+
+
+def test_other_identifier_columns_are_refused(search: Search, shell: Shell) -> None:
+    """O9: documents under the old identifiers would stay for ever."""
+    search.create()
+    search.insert(1)
+    search.run()
+    durable = search.positions()
+    search.tables[TABLE] = {"identifier_columns": ["id", "name"]}
+    search.insert(2)
+    said = ("other identifier columns", "Put them back", "loaded anew")
+    assert_refused(shell.run(search.document()), EXIT_CONFIG, *said)
+    assert search.positions() == durable
 
 
 def test_a_running_pipeline_waits_for_a_catalog_and_stops_for_another_table(

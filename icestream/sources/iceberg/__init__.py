@@ -1,10 +1,11 @@
 """Iceberg tables as a source: a load of one snapshot, then every change, snapshot by snapshot.
 
-Each table is a stream of its own. The frontier has for each `table <name> <uuid>: (sequence
-number, state, files)`: while the snapshot of that number is loaded the state is 0 and `files` of
-its files are done, in the order of their places; then it is 1, and all changes up to that snapshot
-are included. Sequence numbers only rise, and the name carries the table's identity, so a rollback,
-an expired history and a table replaced under the same name are all noticed (`History.since`).
+Each table is a stream of its own. The frontier has for each `table <name> <uuid> <identifiers>:
+(sequence number, state, files)`: while the snapshot of that number is loaded the state is 0 and
+`files` of its files are done, in the order of their places; then it is 1, and all changes up to
+that snapshot are included. Sequence numbers only rise, and the name carries the table's identity
+and that of its rows, so a rollback, an expired history (`History.since`), a table replaced under
+the same name and other identifier columns are all noticed.
 
 An epoch moves one table: by a group of files while it is loaded, later by one snapshot, or by all
 that are there with `net_changes`.
@@ -40,6 +41,7 @@ _LOADING, _FOLLOWING = 0, 1
 # Where a table without any snapshot stands: all that it will ever have are changes.
 _BEFORE_ALL = -1
 _MILLISECONDS = 1000.0
+_ANEW = "remove the pipeline's progress and what it has written, so that the table is loaded anew"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +129,7 @@ class _Followed:
 
     @property
     def partition(self) -> str:
-        return f"table {self.name} {self.changelog.history.uuid}"
+        return f"table {self.name} {self.changelog.history.uuid} {self.changelog.identifiers}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,15 +294,20 @@ class IcebergSource(Source):
         """A table that was read under another identity must not be taken for the same."""
         current = {each.name: each.partition for each in map(self._follow, self._options.tables)}
         for partition in lower.positions:
-            name = _table_of(partition)
-            if name in current and current[name] != partition:
-                error = replaced(name)
-                raise ProgressLost(
-                    error.message,
-                    detail="The table of this name is another one than the pipeline has read.",
-                    hint="Remove the pipeline's progress and what it has written, so that the "
-                    "table is loaded anew.",
+            name, identity = _table_of(partition), partition.split(" ")[-2]
+            if name not in current or current[name] == partition:
+                continue
+            if current[name].split(" ")[-2] == identity:
+                raise ConfigInvalid(
+                    f"table {name} was read with other identifier columns",
+                    detail="What was written under the old identifiers would stay for ever.",
+                    hint=f"Put them back; or {_ANEW}.",
                 )
+            raise ProgressLost(
+                replaced(name).message,
+                detail="The table of this name is another one than the pipeline has read.",
+                hint=f"{_ANEW.capitalize()}.",
+            )
 
     def _positions(self, each: _Followed, lower: Frontier) -> list[Position]:
         """All positions of a table that lie ahead and can be reached now."""
@@ -439,4 +446,4 @@ def _columns(schema_json: str) -> list[Column]:
 
 def _table_of(partition: str) -> str:
     """The table's name in the name of its partition; it may hold blanks."""
-    return partition.removeprefix("table ").rpartition(" ")[0]
+    return partition.removeprefix("table ").rsplit(" ", 2)[0]

@@ -106,6 +106,8 @@ class Changelog:
         self.history = History(table)
         self._key_ids = _field_ids(table, identifier_columns)
         self.identified = bool(self._key_ids) or self.history.has_row_ids
+        # What documents are called by, as one word: a renamed column stays the same.
+        self.identifiers = "-".join(map(str, self._key_ids)) or "rows"
 
     def changes(
         self, older: Snapshot | None, path: Sequence[Snapshot], stage: Stage

@@ -29,7 +29,7 @@ def test_columns_of_unknown_types_are_left_to_themselves():
 
 def test_a_partition_names_a_table_that_may_have_blanks():
     """O6: the name carries the table's identity."""
-    assert _table_of("table shop.my orders 5f0c") == "shop.my orders"
+    assert _table_of("table shop.my orders 5f0c 1-2") == "shop.my orders"
 
 
 @pytest.mark.parametrize(
