@@ -170,7 +170,9 @@ class World:
     def snapshots(self, table: str) -> list["Published"]:
         """The snapshots of a table that publish changes or rows of a copy, in order."""
         epochs = self.lake.epochs(f"{NAMESPACE}.{table}")
-        found = [each for each in epochs if "postgres.lsn" in each["summary"]]
+        # A frontier that is published without changes adds no file and takes none away.
+        files = ("added-data-files", "added-delete-files", "deleted-data-files")
+        found = [each for each in epochs if any(name in each["summary"] for name in files)]
         return [Published.of(snapshot) for snapshot in found]
 
     def slot_row(self, column: str) -> Any:
