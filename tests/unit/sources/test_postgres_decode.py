@@ -365,7 +365,14 @@ def all_columns(tuples: Tuples) -> list[Any]:
         found.append(
             outcome(lambda n=number, k=kind, t=to, w=wanted: decode(tuples, n, k, t, w, "v"))
         )
-    return [each if isinstance(each, tuple) else each.to_pylist() for each in found]
+    return [each if isinstance(each, tuple) else plain_values(each) for each in found]
+
+
+def plain_values(column: pa.Array) -> list[Any]:
+    """The values; timestamps as numbers, for damage may make years that Python does not know."""
+    if pa.types.is_timestamp(column.type):
+        column = column.view(pa.int64())
+    return list(column.to_pylist())
 
 
 WHOLE = [
