@@ -199,13 +199,12 @@ class History:
         equality: Sequence[EqualityDeletes],
     ) -> Step:
         picks, (gone, came), (added, removed) = self._picks, files, deletes
-        empty = picks.nothing()
         # Without position deletes no file that came can have lost a row already.
-        after = (
-            self._planned(newer.id) if added.size() or not self._one_step(older, newer) else None
-        )
-        before = self._planned(older.id) if older and (gone.size() or added.size()) else None
-        touched = picks.copy(empty)
+        other_deletes = added.size() or removed.size()
+        one_step = newer.parent_id == (older.id if older else None)
+        after = self._planned(newer.id) if other_deletes or not one_step else None
+        before = self._planned(older.id) if older and (gone.size() or other_deletes) else None
+        touched = picks.nothing()
         if after is not None:
             touched.addAll(picks.task_locations(picks.with_deletes(after, added)))
         if before is not None and removed.size():
@@ -221,9 +220,6 @@ class History:
         }
         bytes_read = sum(sum(picks.sizes(tasks)) for tasks in parts.values())
         return Step(**parts, equality=equality, bytes_read=bytes_read)
-
-    def _one_step(self, older: Snapshot | None, newer: Snapshot) -> bool:
-        return newer.parent_id == (older.id if older else None)
 
     def _deletes(
         self, older: Snapshot | None, changes: Sequence[Any], by_value: frozenset[int]
