@@ -26,7 +26,7 @@ from icestream.errors import IcestreamError
 from icestream.samples.postgres import EmbeddedPostgres
 from icestream.sources.postgres.connection import Connection, parse_dsn
 from icestream.spark import session
-from tests.faults.shop import KILLED, Process, random_seed
+from tests.faults.shop import KILLED, SPARK, Process, random_seed
 from tests.lake import Lake
 
 TABLES = ("accounts", "entries")
@@ -35,11 +35,6 @@ PLACES = (*failpoints.PLACES, failpoints.AFTER_SLOT)
 # Small rounds, so that a kill finds a copy in the middle.
 SOURCE = {"tables": ["public.accounts", "public.entries"], "chunk_pages": 4}
 CADENCE = {"commit_interval": "PT0.2S", "epoch_bytes_max": 262_144}
-# A process that lives for seconds has nothing of a compiler that pays off later.
-SPARK = {
-    "master": "local[2]",
-    "conf": {"spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"},
-}
 # A killed run must find work, but not more than the next one can do while the writer goes on.
 PAUSE_SECONDS = 0.02
 LARGE_SHARE = 0.1
