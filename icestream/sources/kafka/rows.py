@@ -1,0 +1,105 @@
+"""Records of a topic as columns, and what they say, whatever format they are written in.
+
+`Records` is what the client reads. A format turns their values and keys into a `Field` each; an
+envelope takes fields apart and says which change each record is (`Rows`).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+from pyiceberg.types import IcebergType
+
+Mask = npt.NDArray[np.bool_]
+Indices = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Records:
+    """Some records of one partition, in the order of their offsets.
+
+    `keys` and `values` are binary, null where a record has none; `timestamps` are milliseconds,
+    -1 where the broker has none.
+    """
+
+    keys: pa.Array
+    values: pa.Array
+    offsets: Indices
+    timestamps: Indices
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+
+class Field(Protocol):
+    """One value for each of some records. Values know their type, or tell it by what they are."""
+
+    def __len__(self) -> int: ...
+
+    def missing(self) -> Mask:
+        """Where a record does not have this field at all."""
+        ...
+
+    def null(self) -> Mask:
+        """Where the field is missing or null."""
+        ...
+
+    def take(self, indices: Indices) -> "Field":
+        """The values at these places, in this order."""
+        ...
+
+    def where(self, chosen: Mask, other: "Field") -> "Field":
+        """Its own values where `chosen`, those of another field of the same records elsewhere."""
+        ...
+
+    def members(self) -> Mapping[str, "Field"]:
+        """The parts of objects by name; missing where the object is null or lacks the part."""
+        ...
+
+    def type(self) -> IcebergType | None:
+        """What a new column for these values should be; None when all are null and untyped."""
+        ...
+
+    def text(self) -> pa.Array:
+        """The values as text, null where the field is null."""
+        ...
+
+    def cast(self, name: str, kind: IcebergType, arrow_type: pa.DataType) -> pa.Array:
+        """The values in the type of a table's column; `SchemaRejected` when one does not fit."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """The changes that records are: for each the record it comes from, what it does, and its row.
+
+    `records` are places in the `Records`, ascending. A delete has the columns that are known of
+    its row, at least those of `key`. `key` is empty when records do not tell what identifies a row.
+    """
+
+    records: Indices
+    ops: npt.NDArray[np.int8]
+    columns: Mapping[str, Field]
+    key: Sequence[str] = ()
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def take(self, indices: Indices) -> "Rows":
+        """The changes at these places."""
+        columns = {name: field.take(indices) for name, field in self.columns.items()}
+        return replace(self, records=self.records[indices], ops=self.ops[indices], columns=columns)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decoded:
+    """What some records say, and why others say nothing that can be understood.
+
+    `rejected` maps places in the `Records` to the reason; reasons never quote a record.
+    """
+
+    rows: Rows
+    rejected: Mapping[int, str]
