@@ -22,6 +22,7 @@ from pyiceberg.types import (
 from icestream.change import AT, OP, SEQ, Op
 from icestream.samples import FeedFolder
 from icestream.schema import Column, TableShape
+from icestream.sources import TableSplit
 
 SHAPE = TableShape(
     columns=[
@@ -93,7 +94,7 @@ def by_key(table: pa.Table, parts: int) -> list[pa.Table]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ParquetSplit:
+class ParquetSplit(TableSplit):
     """Changes that lie as a Parquet file."""
 
     table: str

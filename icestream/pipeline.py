@@ -38,10 +38,17 @@ from icestream.errors import (
     check,
 )
 from icestream.frontier import Frontier
-from icestream.schema import SchemaGap
+from icestream.schema import TableShape, joined_shapes
 from icestream.sinks import Committed, Sink, StaleWrite, Writer, Written
-from icestream.sources import Part, Source, Split, SplitsLost, ValuesNeeded
-from icestream.worker import Outcome, describe
+from icestream.sources import (
+    Part,
+    Source,
+    Split,
+    SplitsLost,
+    TablesMissing,
+    ValuesNeeded,
+)
+from icestream.worker import Outcome, Unready, describe
 
 log = logging.getLogger(__name__)
 
@@ -187,6 +194,7 @@ class Pipeline:
         self._source.unclaimed(
             [name for name in tables if name not in before or not before[name].generation]
         )
+        self._source.found(before.keys())
         if once and self._nothing_to_do(before):
             return
         progress = self._retry(partial(self._sink.claim, tables))
@@ -226,7 +234,7 @@ class Pipeline:
             return
         self._retry(lambda: self._source.available(epoch.lower))
         others = {*resume.carriers, *behind}
-        splits = [s for s in self._source.splits(epoch) if s.table not in others]
+        splits = [s for s in self._source.splits(epoch) if not others.issuperset(s.tables)]
         written = self._write(epoch, splits, len(resume.carriers), others=others)
         missing = resume.tables - len(resume.carriers)
         found = {str(json.loads(report)["table"]) for report in written.reports} | written.emptied
@@ -262,7 +270,7 @@ class Pipeline:
         bounds = [upper for upper in ahead if self._durable.covers(upper)]
         for upper in [*(b for b in bounds if b != self._durable), self._durable]:
             epoch = self._mint(lower, upper)
-            splits = [s for s in self._source.splits(epoch) if s.table == table]
+            splits = [s for s in self._source.splits(epoch) if table in s.tables]
             last = upper == self._durable
             others = {name for name in self._source.tables() if name != table}
             written = self._write(epoch, splits, 0, replaying=not last, others=others)
@@ -293,10 +301,12 @@ class Pipeline:
                             self._settle(epoch, splits, future.result())
                         except SplitsLost as error:
                             log.warning("reading again: %s", error, extra={"pipeline": self.name})
-                            self._give_up(in_flight)
+                            self._give_up(in_flight, error)
                             lower = self._durable
                     elif once:
                         self._last_heartbeat(lower)
+                        if trouble := self._source.trouble():
+                            raise trouble
                         return
                     else:
                         self._stop.wait(self._cadence.commit_interval)
@@ -306,14 +316,16 @@ class Pipeline:
                 for _, _, future in in_flight:
                     future.cancel()
 
-    def _give_up(self, in_flight: deque[tuple[Epoch, Sequence[Part], Future[Written]]]) -> None:
+    def _give_up(
+        self, in_flight: deque[tuple[Epoch, Sequence[Part], Future[Written]]], lost: SplitsLost
+    ) -> None:
         """Forget all epochs that are not committed; nobody has seen anything of them."""
         for _, _, future in in_flight:
             future.cancel()
         wait([future for _, _, future in in_flight])
         in_flight.clear()
         self._pending.clear()
-        self._source.give_up()
+        self._source.give_up(lost)
         with self._settled:
             self._settled_number = self._number
 
@@ -333,13 +345,18 @@ class Pipeline:
         while not self._stop.is_set():
             try:
                 found = self._source.available(lower)
-                self.health.become(State.RUNNING)
+                self._become_running()
                 return found
             except SourceUnavailable as error:
                 self.health.become(State.STALLED, error)
                 log.warning("%s", error, extra={"pipeline": self.name})
                 self._stop.wait(self._cadence.commit_interval)
         return []
+
+    def _become_running(self) -> None:
+        """Running, or stalled while a part of the source cannot be read."""
+        trouble = self._source.trouble()
+        self.health.become(State.STALLED if trouble else State.RUNNING, trouble)
 
     def _mint(self, lower: Frontier, upper: Frontier) -> Epoch:
         self._number += 1
@@ -394,20 +411,20 @@ class Pipeline:
 
         `others` are tables that have no part in it.
         """
-        labels = self._source.summary(epoch)
         emptied = self._source.emptied(epoch) - set(others)
+        named = {table for split in splits for table in split.tables} | emptied
         for _ in range(REWRITES_MAX):
-            named = {split.table for split in splits} | emptied
             with self._tables_lock:
                 tables = self._retry(partial(self._prepared, named))
-                usable = [split for split in splits if split.table in tables]
+                # Changes of tables that cannot be made yet do nothing. A split that names no table
+                # finds out by reading which ones it needs.
+                usable = [s for s in splits if not s.tables or not {*s.tables}.isdisjoint(tables)]
                 writer = self._retry(partial(self._sink.writer, epoch, tables))
             failpoints.reach(failpoints.BEFORE_WRITE)
             try:
                 outcome = self._retry(partial(self._write_once, epoch, usable, writer))
-            except SchemaGap as gap:
-                with self._tables_lock:
-                    self._retry(partial(self._sink.evolve, gap.table, gap.columns))
+            except Unready as unready:
+                named |= self._made_ready(unready)
                 continue
             except ValuesNeeded as need:
                 splits = self._with_stored(epoch, splits, need)
@@ -419,14 +436,26 @@ class Pipeline:
                 self._source.learn(learned)
             return Written(
                 epoch=epoch,
-                reports=outcome.reports,
+                reports=_without(outcome.reports, others),
                 skipped=skipped,
                 writer=writer,
-                labels=labels,
+                labels=self._source.summary(epoch),
                 replaying=replaying,
                 emptied=emptied & set(tables),
             )
         raise StaleWrite(epoch)
+
+    def _made_ready(self, unready: Unready) -> set[str]:
+        """Have tables take what splits found lacking; returns those that have yet to be made."""
+        shapes: dict[str, TableShape] = {}
+        for lack in unready.lacks:
+            if isinstance(lack, TablesMissing):
+                shapes = joined_shapes(shapes, lack.shapes)
+            else:
+                with self._tables_lock:
+                    self._retry(partial(self._sink.evolve, lack.table, lack.columns))
+        self._source.meet(shapes)
+        return set(shapes)
 
     def _with_stored(self, epoch: Epoch, splits: Sequence[Part], need: ValuesNeeded) -> list[Part]:
         """Look up the rows that a table's splits ask for, as the epochs before left them."""
@@ -435,7 +464,7 @@ class Pipeline:
                 self._settled.wait(1.0)
         stored = self._retry(partial(self._sink.stored, need.table, need.keys, need.columns))
         return [
-            s.with_stored(stored) if isinstance(s, Split) and s.table == need.table else s
+            s.with_stored(stored) if isinstance(s, Split) and need.table in s.tables else s
             for s in splits
         ]
 
@@ -500,7 +529,14 @@ class Pipeline:
         raise AssertionError("unreachable")
 
     def _observe(self) -> None:
-        self.health.become(State.RUNNING)
+        self._become_running()
         lag = self._source.lag_seconds(self._durable)
         if lag is not None:
             metrics.LAG_SECONDS.labels(self.name).set(lag)
+
+
+def _without(reports: Sequence[str], tables: Collection[str]) -> Sequence[str]:
+    """The reports of files that are not of these tables."""
+    if not tables:
+        return reports
+    return [report for report in reports if json.loads(report)["table"] not in tables]

@@ -309,6 +309,55 @@ def _whole_digits(kind: IcebergType) -> int | None:
     return _WHOLE_DIGITS.get(type(kind))
 
 
+def joined_shapes(
+    one: Mapping[str, TableShape], other: Mapping[str, TableShape]
+) -> dict[str, TableShape]:
+    """The shapes of tables that rows were seen of in two places."""
+    joined = dict(one)
+    for table, shape in other.items():
+        known = joined.get(table)
+        joined[table] = _joined_shape(known, shape) if known else shape
+    return joined
+
+
+def _joined_shape(one: TableShape, other: TableShape) -> TableShape:
+    columns = {column.name: column for column in one.columns}
+    for column in other.columns:
+        known = columns.get(column.name)
+        kind = joined_type(known.type, column.type) if known else column.type
+        columns[column.name] = Column(name=column.name, type=kind)
+    return TableShape(columns=list(columns.values()), key=one.key or other.key)
+
+
+def joined_type(one: IcebergType, other: IcebergType) -> IcebergType:
+    """A type for a column that is to hold the values of both; text when nothing else does."""
+    for have, want in ((one, other), (other, one)):
+        wide = _widened(have, want)
+        if wide is not None:
+            return wide
+        numbers = (IntegerType, LongType, FloatType, DecimalType)
+        if isinstance(have, DoubleType) and isinstance(want, numbers):
+            return have
+    inner = _inner_fields(one, other)
+    if inner is None:
+        return StringType()
+    if isinstance(one, StructType):
+        mine, yours = ({part.name: part.field_type for part in parts} for parts in inner)
+        kinds = {
+            name: joined_type(mine.get(name, kind), yours.get(name, kind))
+            for name, kind in {**mine, **yours}.items()
+        }
+        fields = [
+            NestedField(field_id=number, name=name, field_type=kind, required=False)
+            for number, (name, kind) in enumerate(kinds.items(), start=1)
+        ]
+        return StructType(*fields)
+    *key, value = (joined_type(a.field_type, b.field_type) for a, b in zip(*inner, strict=True))
+    if isinstance(one, ListType):
+        return ListType(element_id=1, element_type=value, element_required=False)
+    return MapType(key_id=1, key_type=key[0], value_id=2, value_type=value, value_required=False)
+
+
 def _rejected(table: str, path: str, have: IcebergType, want: IcebergType) -> SchemaRejected:
     return SchemaRejected(
         f"column {path} of table {table} cannot become {want}",

@@ -12,7 +12,8 @@ import json
 import pickle
 import struct
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,7 +32,7 @@ from icestream.change import AT, OP, Op
 from icestream.errors import Broken, DataRejected, IcestreamError, check
 from icestream.schema import SchemaGap
 from icestream.sinks import Writer
-from icestream.sources import FrameSplit, Split, ValuesNeeded
+from icestream.sources import FrameSplit, Split, TablesMissing, ValuesNeeded
 from icestream.sources.iceberg import changelog
 from icestream.spark import Row, attempt_number, run_frame, run_tasks
 
@@ -40,6 +41,7 @@ DONE = "done"
 ERROR = "error"
 CHANGES = "changes"
 NEEDED = "needed"
+LACKS = "lacks"
 
 # Changes travel through the shuffle in pieces that neither side has to hold many of.
 _PIECE_ROWS = 65_536
@@ -72,8 +74,31 @@ class Task:
     number: int
     split: Split
     writer: Writer
-    first_bucket: int
-    buckets: int
+    shares: "Shares"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shares:
+    """Which tables' changes must be brought together by key, and in which buckets.
+
+    A table that is not in `starts` has the changes of a key in one split. Bucket zero is for rows
+    that only pass by.
+    """
+
+    starts: Mapping[str, int]
+    each: int
+
+    def table(self, bucket: int) -> str:
+        """The table that a bucket belongs to."""
+        return next(t for t, start in self.starts.items() if start <= bucket < start + self.each)
+
+
+class Unready(Exception):
+    """The tables do not take an epoch yet: what each split found lacking, columns or tables."""
+
+    def __init__(self, lacks: Sequence[SchemaGap | TablesMissing]):
+        super().__init__("; ".join(map(str, lacks)))
+        self.lacks = lacks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,27 +113,36 @@ class Outcome:
 def write_epoch(
     spark: SparkSession, splits: Sequence[Split], writer: Writer, keyed: bool, description: str
 ) -> Outcome:
-    """Read and write all splits of an epoch in one Spark job; raises the first error reported."""
-    tasks = _plan(splits, writer, keyed, spark.sparkContext.defaultParallelism)
-    shuffled = any(task.buckets > 0 for task in tasks)
-    tables = {task.first_bucket: task.split.table for task in tasks if task.buckets}
+    """Read and write all splits of an epoch in one Spark job; raises the first error reported.
+
+    What tables lack is reported by all splits before it is raised, as one `Unready`.
+    """
+    shares = _shares(splits, writer, keyed, spark.sparkContext.defaultParallelism)
+    tasks = [
+        Task(number=number, split=split, writer=writer, shares=shares)
+        for number, split in enumerate(splits)
+    ]
 
     def gather(rows: Iterator[Row]) -> Iterator[Row]:
-        return _write_gathered(rows, writer, tables)
+        return _write_gathered(rows, writer, shares)
 
-    rows = run_tasks(spark, tasks, _work, gather if shuffled else None, description)
-    reports, learned, needed, read, done = [], [], [], 0, 0
+    rows = run_tasks(spark, tasks, _work, gather if shares.starts else None, description)
+    reports, learned, needed, lacks, read, done = [], [], [], [], 0, 0
     for kind, _, payload in rows:
         if kind == ERROR:
             raise pickle.loads(payload)
         if kind == NEEDED:
             needed.append(pickle.loads(payload))
+        if kind == LACKS:
+            lacks.append(pickle.loads(payload))
         if kind == FILE:
             reports.append(payload.decode())
         if kind == DONE:
             report = pickle.loads(payload)
             read, done = read + report["rows"], done + 1
             learned.append(report["learned"])
+    if lacks:
+        raise Unready(lacks)
     if needed:
         raise _together(needed)
     check(done >= len(tasks), "every task of the epoch reports that it is done")
@@ -232,89 +266,77 @@ def _together(needed: Sequence[ValuesNeeded]) -> ValuesNeeded:
     return ValuesNeeded(table, keys, columns)
 
 
-def _plan(splits: Sequence[Split], writer: Writer, keyed: bool, parallelism: int) -> list[Task]:
+def _shares(splits: Sequence[Split], writer: Writer, keyed: bool, parallelism: int) -> Shares:
     """Tables whose changes lie in one split need no shuffle, whatever the source promises."""
-    counts: dict[str, int] = {}
-    for split in splits:
-        counts[split.table] = counts.get(split.table, 0) + 1
-    starts: dict[str, int] = {}
-    tasks = []
-    for number, split in enumerate(splits):
-        direct = keyed or counts[split.table] == 1 or not writer.key(split.table)
-        buckets = 0 if direct else parallelism
-        if buckets and split.table not in starts:
-            # Bucket zero is for rows that only pass by.
-            starts[split.table] = 1 + len(starts) * parallelism
-        tasks.append(
-            Task(
-                number=number,
-                split=split,
-                writer=writer,
-                first_bucket=starts.get(split.table, 0),
-                buckets=buckets,
-            )
-        )
-    return tasks
+    counts = Counter(table for split in splits for table in split.tables)
+    shared = [
+        table
+        for table in sorted(counts)
+        if not keyed and counts[table] > 1 and table in writer.tables() and writer.key(table)
+    ]
+    starts = {table: 1 + number * parallelism for number, table in enumerate(shared)}
+    return Shares(starts=starts, each=parallelism)
 
 
 def _work(task: Task) -> Iterator[Row]:
     """Everything that happens to one split on its worker."""
     if attempt_number() == 0:
         failpoints.reach(failpoints.IN_WORKER)
-    table = task.split.table
     try:
         read, gathered = 0, 0
-        pieces: list[pa.Table] = []
-        batches = task.split.read(task.writer.schema_json(table), task.writer.key(table))
-        for batch, changes in enumerate(batches):
+        pieces: dict[str, list[pa.Table]] = {}
+        for batch, (table, changes) in enumerate(task.split.changes(task.writer)):
             read += changes.num_rows
-            if task.buckets:
-                yield from _by_bucket(changes, batch, task)
+            if table in task.shares.starts:
+                yield from _by_bucket(table, changes, batch, task)
             elif changes.num_rows:
-                pieces.append(changes)
+                pieces.setdefault(table, []).append(changes)
                 gathered += changes.nbytes
             if task.split.each_key_once and gathered >= _WRITE_BYTES:
                 yield from _write(task, f"{task.number:05d}.{batch}", pieces)
-                pieces, gathered = [], 0
-        if pieces:
-            yield from _write(task, f"{task.number:05d}", pieces)
+                pieces, gathered = {}, 0
+        yield from _write(task, f"{task.number:05d}", pieces)
         yield DONE, 0, pickle.dumps({"rows": read, "learned": task.split.learned()})
     except ValuesNeeded as need:
         yield NEEDED, 0, pickle.dumps(need)
-    except (IcestreamError, SchemaGap) as error:
+    except (SchemaGap, TablesMissing) as lack:
+        yield LACKS, 0, pickle.dumps(lack)
+    except IcestreamError as error:
         yield ERROR, 0, pickle.dumps(error)
     except _DEFECTS as error:
         yield ERROR, 0, pickle.dumps(_broken(error))
 
 
-def _write(task: Task, shard: str, pieces: Sequence[pa.Table]) -> Iterator[Row]:
+def _write(task: Task, shard: str, pieces: Mapping[str, Sequence[pa.Table]]) -> Iterator[Row]:
     """Write changes that need no others of their keys."""
-    together = pa.concat_tables(pieces, promote_options="permissive")
     once = task.split.each_key_once
-    for report in task.writer.write(task.split.table, shard, together, once):
-        yield FILE, 0, report.encode()
+    for table, changes in pieces.items():
+        together = pa.concat_tables(changes, promote_options="permissive")
+        for report in task.writer.write(table, shard, together, once):
+            yield FILE, 0, report.encode()
 
 
-def _by_bucket(changes: pa.Table, batch: int, task: Task) -> Iterator[Row]:
+def _by_bucket(table: str, changes: pa.Table, batch: int, task: Task) -> Iterator[Row]:
     """Cut changes by the hash of their key; the pieces travel as Arrow streams."""
     if changes.num_rows == 0:
         return
-    keys = changes.select(list(task.writer.key(task.split.table))).to_pandas()
-    hashes = pd.util.hash_pandas_object(keys, index=False).to_numpy() % np.uint64(task.buckets)
+    start, buckets = task.shares.starts[table], task.shares.each
+    keys = changes.select(list(task.writer.key(table))).to_pandas()
+    hashes = pd.util.hash_pandas_object(keys, index=False).to_numpy() % np.uint64(buckets)
     order = np.argsort(hashes, kind="stable")
-    cuts = np.searchsorted(hashes[order], np.arange(task.buckets + 1, dtype=np.uint64))
-    for bucket in range(task.buckets):
+    cuts = np.searchsorted(hashes[order], np.arange(buckets + 1, dtype=np.uint64))
+    for bucket in range(buckets):
         indices = order[cuts[bucket] : cuts[bucket + 1]]
-        for start in range(0, len(indices), _PIECE_ROWS):
-            piece = changes.take(pa.array(indices[start : start + _PIECE_ROWS]))
+        for first in range(0, len(indices), _PIECE_ROWS):
+            piece = changes.take(pa.array(indices[first : first + _PIECE_ROWS]))
             sink = pa.BufferOutputStream()
-            sink.write(_PLACE.pack(task.number, batch, start))
+            sink.write(_PLACE.pack(task.number, batch, first))
             with pa.ipc.new_stream(sink, piece.schema) as stream:
                 stream.write_table(piece)
-            yield CHANGES, task.first_bucket + bucket, sink.getvalue().to_pybytes()
+            yield CHANGES, start + bucket, sink.getvalue().to_pybytes()
 
 
-def _write_gathered(rows: Iterator[Row], writer: Writer, tables: dict[int, str]) -> Iterator[Row]:
+def _write_gathered(rows: Iterator[Row], writer: Writer, shares: Shares) -> Iterator[Row]:
     """Write each bucket's changes once all of them have come; other rows pass by."""
     current, pieces = 0, list[bytes]()
     for kind, bucket, payload in rows:
@@ -322,18 +344,18 @@ def _write_gathered(rows: Iterator[Row], writer: Writer, tables: dict[int, str])
             yield kind, bucket, payload
             continue
         if bucket != current and pieces:
-            yield from _write_bucket(current, pieces, writer, tables)
+            yield from _write_bucket(current, pieces, writer, shares)
             pieces = []
         current = bucket
         pieces.append(payload)
     if pieces:
-        yield from _write_bucket(current, pieces, writer, tables)
+        yield from _write_bucket(current, pieces, writer, shares)
 
 
 def _write_bucket(
-    bucket: int, pieces: list[bytes], writer: Writer, tables: dict[int, str]
+    bucket: int, pieces: list[bytes], writer: Writer, shares: Shares
 ) -> Iterator[Row]:
-    table = tables[max(start for start in tables if start <= bucket)]
+    table = shares.table(bucket)
     try:
         streams = [pa.py_buffer(piece).slice(_PLACE.size) for piece in sorted(pieces)]
         batches = [pa.ipc.open_stream(stream).read_all() for stream in streams]

@@ -4,7 +4,7 @@ What a writer does is invisible or idempotent; only `commit` makes it visible. P
 the destination says it is, and nothing else remembers it.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,6 +16,10 @@ from icestream.schema import Column, TableShape
 
 class Writer(Protocol):
     """Runs on workers; plain data."""
+
+    def tables(self) -> Collection[str]:
+        """The tables that it writes to."""
+        ...
 
     def schema_json(self, table: str) -> str:
         """The schema that changes of the table must be read with."""

@@ -5,14 +5,14 @@ an epoch (`splits`), and is told what is durable (`ack`). It never acknowledges 
 """
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import pyarrow as pa
 from pyspark.sql import DataFrame
 
 from icestream.epoch import Epoch
-from icestream.errors import SourceUnavailable
+from icestream.errors import IcestreamError, SourceUnavailable
 from icestream.frontier import Frontier
 from icestream.schema import TableShape
 
@@ -41,12 +41,42 @@ class ValuesNeeded(Exception):
         return ValuesNeeded, (self.table, self.keys, self.columns)
 
 
+class TablesMissing(Exception):
+    """Changes belong to tables that are not there yet; the coordinator has them made.
+
+    Everything is read again then.
+    """
+
+    def __init__(self, shapes: Mapping[str, TableShape]):
+        super().__init__(f"tables {', '.join(shapes)} are not there")
+        self.shapes = shapes
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TablesMissing, (self.shapes,)
+
+
+class Targets(Protocol):
+    """The tables that changes are read for, as they are now."""
+
+    def tables(self) -> Collection[str]:
+        """Their names at the source."""
+        ...
+
+    def schema_json(self, table: str) -> str:
+        """The schema that changes of the table must be read with."""
+        ...
+
+    def key(self, table: str) -> Sequence[str]:
+        """The columns that identify a row; empty when rows are only ever added."""
+        ...
+
+
 class Part(Protocol):
-    """A part of an epoch for one table."""
+    """A part of an epoch."""
 
     @property
-    def table(self) -> str:
-        """The table's name at the source."""
+    def tables(self) -> Collection[str]:
+        """The tables, by their names at the source, that it is known to have changes of."""
         ...
 
     @property
@@ -64,12 +94,13 @@ class Split(Part, Protocol):
         """Whether no key has two changes in the epoch; then they need not be brought together."""
         ...
 
-    def read(self, schema_json: str, key: Sequence[str]) -> Iterator[pa.Table]:
-        """Change batches in the columns of the table's schema.
+    def changes(self, targets: Targets) -> Iterator[tuple[str, pa.Table]]:
+        """Change batches, each with its table's name, in the columns of the table's schema.
 
-        Raises `SchemaGap` for columns that the table lacks, `SchemaRejected` for values that do
-        not fit, `DataRejected` for what cannot be read, `SourceUnavailable` when it may work later,
-        `ValuesNeeded` for values that only the destination has.
+        Raises `SchemaGap` for columns that a table lacks, `TablesMissing` for tables that are not
+        among the targets, `SchemaRejected` for values that do not fit, `DataRejected` for what
+        cannot be read, `SourceUnavailable` when it may work later, `ValuesNeeded` for values that
+        only the destination has.
         """
         ...
 
@@ -82,11 +113,37 @@ class Split(Part, Protocol):
         ...
 
 
+class TableSplit:
+    """What a split of one table has in common with all others: the base class of such splits."""
+
+    table: str
+
+    @property
+    def tables(self) -> Collection[str]:
+        """The one table."""
+        return (self.table,)
+
+    def changes(self, targets: Targets) -> Iterator[tuple[str, pa.Table]]:
+        """The change batches that `read` gives; see `Split.changes`."""
+        schema_json, key = targets.schema_json(self.table), targets.key(self.table)
+        return ((self.table, changes) for changes in self.read(schema_json, key))
+
+    @abstractmethod
+    def read(self, schema_json: str, key: Sequence[str]) -> Iterator[pa.Table]:
+        """Change batches in the columns of the schema."""
+        ...
+
+
 class FrameSplit(Part, Protocol):
     """A part that is relational work: its changes come out of Spark, not of a reader.
 
     The changes are events as `icestream.sources.iceberg.changelog` describes them.
     """
+
+    @property
+    def table(self) -> str:
+        """The table that the changes are of."""
+        ...
 
     @property
     def version(self) -> int:
@@ -163,8 +220,16 @@ class Source(Protocol):
         """
         return False
 
-    def give_up(self) -> None:
-        """Told after `SplitsLost`: what is not durable will be asked for anew."""
+    def give_up(self, lost: SplitsLost) -> None:
+        """Told what made splits be given up: what is not durable will be asked for anew."""
+        return None
+
+    def trouble(self) -> IcestreamError | None:
+        """What keeps a part of the source from being read while the rest goes on."""
+        return None
+
+    def meet(self, shapes: Mapping[str, TableShape]) -> None:
+        """Told of tables that reading has found changes of, and how they would be created."""
         return None
 
     @abstractmethod
@@ -181,6 +246,10 @@ class Source(Protocol):
 
         They are new, or someone dropped them: what was said to be durable of them is not there.
         """
+        return None
+
+    def found(self, tables: Collection[str]) -> None:
+        """Told at the start which tables of the pipeline the destination has."""
         return None
 
     def learn(self, learned: Any) -> None:

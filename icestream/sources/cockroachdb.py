@@ -52,7 +52,7 @@ from icestream.schema import (
     parse_type,
     schema_from_json,
 )
-from icestream.sources import Source
+from icestream.sources import Source, TableSplit
 from icestream.sources.json_cells import Cells, Kind, MalformedJson, elements, lines, members
 
 T = TypeVar("T")
@@ -220,7 +220,7 @@ def _corrupt(error: Exception) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FileSplit:
+class FileSplit(TableSplit):
     """Some files of one table, of which the rows within `[lower, upper)` are read."""
 
     table: str

@@ -54,8 +54,8 @@ from icestream.pipeline import Cadence, Pipeline
 from icestream.schema import Column, SchemaGap, TableShape
 from icestream.sinks.iceberg import IcebergSink, IcebergSinkOptions
 from icestream.sinks.iceberg.writer import IcebergWriter
-from icestream.sources import Source
-from icestream.worker import Outcome
+from icestream.sources import Source, TableSplit
+from icestream.worker import Outcome, Unready
 from tests.property.memory import Lake, MemoryCatalog, Snapshot, Wire
 
 T = TypeVar("T")
@@ -188,7 +188,7 @@ class Stream:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StreamSplit:
+class StreamSplit(TableSplit):
     """Positions of one table; the simulated workers read them directly."""
 
     table: str
@@ -383,7 +383,8 @@ class Process(Wire):
                 name for name in split.columns if f'"{name}"' not in writer.schema_json(split.table)
             ]
             if missing:
-                raise SchemaGap(split.table, [Column(name=n, type=LongType()) for n in missing])
+                columns = [Column(name=n, type=LongType()) for n in missing]
+                raise Unready([SchemaGap(split.table, columns)])
             reports.append(self.world.write_file(writer, split, number))
         # A speculative task reports what its twin has reported already.
         reports += self.world.rng.sample(reports, min(len(reports), 1))

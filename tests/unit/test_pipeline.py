@@ -25,8 +25,8 @@ from icestream.iceberg.files import DATA, FileClosed
 from icestream.pipeline import Cadence, Pipeline, State
 from icestream.schema import Column, SchemaGap, TableShape
 from icestream.sinks.iceberg import IcebergSink, IcebergSinkOptions
-from icestream.sources import Source
-from icestream.worker import Outcome
+from icestream.sources import Source, TableSplit
+from icestream.worker import Outcome, Unready
 from tests.property.memory import Lake, MemoryCatalog, Snapshot
 
 SHAPE = TableShape(columns=[Column(name="id", type=LongType())], key=["id"])
@@ -43,7 +43,7 @@ def no_pauses(monkeypatch):
 
 
 @dataclass(frozen=True)
-class LogSplit:
+class LogSplit(TableSplit):
     """Positions of one table."""
 
     table: str
@@ -141,7 +141,8 @@ class Workers:
         for split in splits:
             for name in self.needs:
                 if f'"{name}"' not in writer.schema_json(split.table):
-                    raise SchemaGap(split.table, [Column(name=name, type=LongType())])
+                    column = Column(name=name, type=LongType())
+                    raise Unready([SchemaGap(split.table, [column])])
         reports = [self._report(split, writer) for split in splits]
         self.after(writer.epoch)
         return Outcome(

@@ -13,8 +13,9 @@ from pyiceberg.types import LongType, NestedField, UUIDType
 from icestream.change import AT, OP, SEQ, Op
 from icestream.errors import Broken, DataRejected, SourceUnavailable
 from icestream.iceberg.files import FileClosed
-from icestream.schema import Column, SchemaGap
-from icestream.worker import Outcome, describe, map_tasks, write_epoch
+from icestream.schema import Column, SchemaGap, TableShape
+from icestream.sources import TablesMissing, TableSplit
+from icestream.worker import Outcome, Unready, describe, map_tasks, write_epoch
 from tests.property.local_spark import LocalSpark, travelled
 from tests.property.tables import LocalTable
 
@@ -25,7 +26,7 @@ SCHEMA = Schema(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ListSplit:
+class ListSplit(TableSplit):
     """Changes that were given as `(at, id, value)`, in batches."""
 
     table: str = "t"
@@ -170,7 +171,7 @@ def test_uuid_keys_are_brought_together(tmp_path):
     local = LocalTable(folder=tmp_path, schema=schema, key=["id"])
 
     @dataclass(frozen=True)
-    class UuidSplit:
+    class UuidSplit(TableSplit):
         number: int
         table: str = "t"
         each_key_once: bool = False
@@ -196,7 +197,6 @@ def test_uuid_keys_are_brought_together(tmp_path):
     [
         DataRejected("damaged", detail="Here.", hint="Restore it."),
         SourceUnavailable("gone for now"),
-        SchemaGap("t", [Column(name="x", type=LongType())]),
     ],
     ids=lambda error: type(error).__name__,
 )
@@ -208,6 +208,17 @@ def test_an_error_of_a_split_is_raised_as_it_was(tmp_path, error, count):
     assert str(caught.value) == str(error)
 
 
+def test_what_all_splits_find_lacking_is_raised_at_once(tmp_path):
+    """I11: an epoch of many tables is not written again for each of their columns."""
+    gap = SchemaGap("t", [Column(name="x", type=LongType())])
+    missing = TablesMissing({"u": TableShape(columns=gap.columns, key=[])})
+    splits = [ListSplit(batches=[[(1, 1, 1)]], error=error) for error in (gap, missing)]
+    with pytest.raises(Unready) as caught:
+        run(table(tmp_path), *splits)
+    found = {str(lack) for lack in caught.value.lacks}
+    assert found == {str(gap), str(missing)}
+
+
 def test_an_error_of_the_writer_is_raised_as_it_was(tmp_path):
     """I11: also when it is met behind the shuffle."""
     required = Schema(SCHEMA.fields[0], NestedField(2, "value", LongType(), required=True))
@@ -215,7 +226,7 @@ def test_an_error_of_the_writer_is_raised_as_it_was(tmp_path):
     rows = changes([(1, 1, 1)]).set_column(4, "value", pa.nulls(1, pa.int64()))
 
     @dataclass(frozen=True)
-    class NullSplit:
+    class NullSplit(TableSplit):
         table: str = "t"
         each_key_once: bool = False
 

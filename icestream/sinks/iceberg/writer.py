@@ -17,7 +17,7 @@ run can never touch what a newer run has committed.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, timedelta
 from typing import Any
@@ -48,6 +48,10 @@ class IcebergWriter:
     run: str
     targets: Mapping[str, WriteTarget]
     batch_ids: Mapping[str, str]
+
+    def tables(self) -> Collection[str]:
+        """The tables that it writes to."""
+        return self.targets.keys()
 
     def schema_json(self, table: str) -> str:
         """The schema that changes of the table must be read with, under the source's names."""

@@ -19,7 +19,7 @@ import logging
 import re
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from urllib.parse import quote
 
@@ -148,6 +148,10 @@ class OpenSearchWriter:
     options: OpenSearchOptions
     indices: Mapping[str, str]
     credentials: Credentials | None = None
+
+    def tables(self) -> Collection[str]:
+        """The tables whose indices it writes to."""
+        return self.indices.keys()
 
     def schema_json(self, table: str) -> str:
         """Nothing: documents come ready made."""

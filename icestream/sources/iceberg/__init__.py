@@ -19,7 +19,7 @@ load, `(number, 1, aim)` before a difference over several snapshots.
 import json
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, zip_longest
 
@@ -142,6 +142,11 @@ class EventSplit:
     size_bytes: int
     events: Callable[[Stage], DataFrame | None]
     stage: Stage
+
+    @property
+    def tables(self) -> Collection[str]:
+        """The one table."""
+        return (self.table,)
 
     def frame(self) -> DataFrame | None:
         """The changes; None when there are none. They can be used until `close`."""

@@ -38,7 +38,7 @@ from icestream.errors import (
 )
 from icestream.frontier import Frontier, Position
 from icestream.schema import TableShape, parse_type
-from icestream.sources import Source, Split
+from icestream.sources import Source, Split, SplitsLost
 from icestream.sources.postgres.backfill import (
     PAGE_BYTES,
     SPLIT_PAGES,
@@ -253,7 +253,7 @@ class PostgresSource(Source):
         if durable[self._wal]:
             self._server.require_history(self._server.slot(), durable[self._wal][0])
 
-    def give_up(self) -> None:
+    def give_up(self, lost: SplitsLost) -> None:
         """Let go of the snapshots: someone may wait for the locks that come with them."""
         self._end_initial(complete=False)
         self._end_later()

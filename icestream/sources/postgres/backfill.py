@@ -25,7 +25,7 @@ from pyiceberg.types import IcebergType
 from icestream.change import AT, OP, SEQ, Op
 from icestream.errors import SourceUnavailable
 from icestream.schema import SchemaGap, arrow_schema, gaps, schema_from_json
-from icestream.sources import SplitsLost
+from icestream.sources import SplitsLost, TableSplit
 from icestream.sources.postgres.changes import Relation, WalSplit, plain, relation_columns
 from icestream.sources.postgres.connection import (
     Connection,
@@ -185,7 +185,7 @@ class Holder:
 
 
 @dataclass(slots=True, kw_only=True)
-class CopySplit:
+class CopySplit(TableSplit):
     """Page ranges of one table, read from a pinned snapshot."""
 
     table: str

@@ -19,7 +19,7 @@ from pyiceberg.types import IcebergType
 from icestream.change import AT, OP, SEQ, Op
 from icestream.errors import DataRejected
 from icestream.schema import Column, SchemaGap, arrow_schema, gaps, schema_from_json
-from icestream.sources import ValuesNeeded
+from icestream.sources import TableSplit, ValuesNeeded
 from icestream.sources.postgres.connection import Connection, Dsn, quoted, text_literal
 from icestream.sources.postgres.decode import (
     Codec,
@@ -86,7 +86,7 @@ class SpoolPart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WalSplit:
+class WalSplit(TableSplit):
     """The changes of one table's keys, or a share of them, in one epoch.
 
     `emptied_at` is where the table was truncated last within the epoch: what came before is moot.
