@@ -24,22 +24,30 @@ from icestream import spark as sessions
 from icestream.errors import ConfigInvalid, keep_secret
 from icestream.iceberg.catalog import Catalog, Table, TableName, catalog_properties
 from icestream.pipeline import Cadence, Pipeline
+from icestream.schema import parse_type
 from icestream.sinks.iceberg import ANY_TABLE, IcebergSink, IcebergSinkOptions, TableOptions
 from icestream.sinks.opensearch import OpenSearchOptions, OpenSearchSink
 from icestream.sources import Source
 from icestream.sources.cockroachdb import CockroachdbFiles, CockroachdbOptions, IndexTask
 from icestream.sources.iceberg import IcebergSource, IcebergSourceOptions, IcebergTableOptions
+from icestream.sources.kafka import Budget, KafkaOptions, KafkaSource
+from icestream.sources.kafka.route import Route
+from icestream.sources.kafka.split import Keys, Reading
 from icestream.sources.postgres import PostgresOptions, PostgresSource
 from icestream.worker import map_tasks, write_epoch, write_events
 
 SOURCES: dict[str, type] = {
     "cockroachdb": CockroachdbOptions,
     "iceberg": IcebergSourceOptions,
+    "kafka": KafkaOptions,
     "postgres": PostgresOptions,
 }
 SINKS: dict[str, type] = {"iceberg": IcebergSinkOptions, "opensearch": OpenSearchOptions}
 # How often a slot moves on while the pipeline's own tables are idle and others are not.
 SLOT_HEARTBEAT_SECONDS = 300.0
+# What becomes of records that cannot be taken.
+STOP = "stop"
+DEAD_LETTER = "dead_letter"
 _RESERVED = "spark"
 # Stands at the top of Data Prepper's files and says nothing about a pipeline.
 _FILE_VERSION = "version"
@@ -68,9 +76,10 @@ class PipelineConfig:
     """One pipeline: a source, a sink, and how often."""
 
     name: str
-    source: CockroachdbOptions | PostgresOptions | IcebergSourceOptions
+    source: CockroachdbOptions | PostgresOptions | KafkaOptions | IcebergSourceOptions
     sink: IcebergSinkOptions | OpenSearchOptions
     cadence: Cadence = field(default_factory=Cadence)
+    on_error: str = STOP
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -85,6 +94,21 @@ class PipelineConfig:
                 hint="Changes go from an iceberg source to an opensearch sink, and from every "
                 "other source to an iceberg sink.",
             )
+        self._refuse_kafka_options()
+
+    def _refuse_kafka_options(self) -> None:
+        """What only records of topics have must not be set for anything else."""
+        if self.on_error not in (STOP, DEAD_LETTER):
+            raise ConfigInvalid(f"{self.name}.on_error must be `{STOP}` or `{DEAD_LETTER}`")
+        routed = isinstance(self.sink, IcebergSinkOptions) and self.sink.route is not None
+        if isinstance(self.source, KafkaOptions) or not (routed or self.on_error == DEAD_LETTER):
+            return
+        raise ConfigInvalid(
+            f"pipeline {self.name} sets `{'route' if routed else 'on_error'}`, "
+            "which is for Kafka sources",
+            hint="Leave it out: other sources tell the table of each row, and stop at rows that "
+            "cannot be taken.",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +167,7 @@ def _pipeline(name: str, body: object) -> PipelineConfig:
             f"pipeline {name} is not a map", hint="Give it a `source` and a `sink`."
         )
     cadence_fields = {option.name for option in dataclasses.fields(Cadence)}
-    known = ["source", "sink", *sorted(cadence_fields)]
+    known = ["source", "sink", "on_error", *sorted(cadence_fields)]
     for key in body:
         if key not in known:
             raise _unknown("key", str(key), known, name)
@@ -161,7 +185,11 @@ def _pipeline(name: str, body: object) -> PipelineConfig:
         )
     _one_table_for_a_url(body["sink"], source, name)
     return PipelineConfig(
-        name=name, source=source, sink=sink, cadence=_options(Cadence, cadence, name)
+        name=name,
+        source=source,
+        sink=sink,
+        cadence=_options(Cadence, cadence, name),
+        on_error=str(body.get("on_error", STOP)),
     )
 
 
@@ -275,6 +303,8 @@ def open_source(config: PipelineConfig, spark: SparkSession) -> Source:
             return open_table(named.catalog or shared, named.table_name, spark)
 
         return IcebergSource(options, spark, table)
+    if isinstance(options, KafkaOptions):
+        return _kafka_source(config, options, spark.sparkContext.defaultParallelism)
     if isinstance(options, PostgresOptions):
         parallelism = spark.sparkContext.defaultParallelism
         return PostgresSource(options, config.name, config.cadence.epoch_bytes_max, parallelism)
@@ -283,6 +313,27 @@ def open_source(config: PipelineConfig, spark: SparkSession) -> Source:
         return map_tasks(spark, tasks)
 
     return CockroachdbFiles(options, config.name, index, config.cadence.epoch_bytes_max)
+
+
+def _kafka_source(config: PipelineConfig, options: KafkaOptions, workers: int) -> KafkaSource:
+    assert isinstance(config.sink, IcebergSinkOptions)
+    sink, route = config.sink, config.sink.route
+    given = {table: each.equality_delete_by for table, each in sink.tables.items()}
+    reading = Reading(
+        settings=options.settings(),
+        value=options.value,
+        route=Route(**dataclasses.asdict(route)) if route else Route(),
+        keys=Keys(by_table={**given, **options.keys}, otherwise=sink.equality_delete_by),
+        declared={
+            table: {name: parse_type(text) for name, text in types.items()}
+            for table, types in options.columns.items()
+        },
+        read_timeout=options.read_timeout,
+        dead_letters=config.on_error == DEAD_LETTER,
+        keyed=options.keyed,
+    )
+    budget = Budget(rows=config.cadence.epoch_rows_max, bytes=config.cadence.epoch_bytes_max)
+    return KafkaSource(options, config.name, reading, budget, workers)
 
 
 def open_pipeline(config: PipelineConfig, spark: SparkSession) -> Pipeline:

@@ -125,6 +125,10 @@ class Cadence:
     epochs_in_flight: int = field(
         default=3, metadata={"doc": "Epochs that are read and written at the same time."}
     )
+    epoch_rows_max: int = field(
+        default=2_000_000,
+        metadata={"doc": "Rows of an epoch at most, where the source can tell before it reads."},
+    )
     epoch_bytes_max: int = field(
         default=1024**3,
         metadata={
@@ -144,6 +148,8 @@ class Cadence:
     def __post_init__(self) -> None:
         if self.epochs_in_flight < 1:
             raise ConfigInvalid("epochs_in_flight must be at least 1")
+        if self.epoch_rows_max < 1 or self.epoch_bytes_max < 1:
+            raise ConfigInvalid("epoch_rows_max and epoch_bytes_max must be at least 1")
 
 
 class Pipeline:
@@ -266,9 +272,12 @@ class Pipeline:
     def _replay(self, table: str, progress: Progress) -> None:
         """Bring a table that lies behind forward to the others, boundary by boundary."""
         lower = progress.upper
-        ahead = self._retry(lambda: self._source.available(lower))
-        bounds = [upper for upper in ahead if self._durable.covers(upper)]
-        for upper in [*(b for b in bounds if b != self._durable), self._durable]:
+        bounds: deque[Frontier] = deque()
+        while lower != self._durable:
+            if not bounds:
+                ahead = self._retry(partial(self._source.available, lower))
+                bounds.extend(upper for upper in ahead if self._durable.covers(upper))
+            upper = bounds.popleft() if bounds else self._durable
             epoch = self._mint(lower, upper)
             splits = [s for s in self._source.splits(epoch) if table in s.tables]
             last = upper == self._durable

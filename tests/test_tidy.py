@@ -25,6 +25,7 @@ LAYERS = (
     ("spark",),
     ("iceberg",),
     ("epoch",),
+    ("dead_letters",),
     ("change", "schema"),
     ("frontier",),
     ("java",),

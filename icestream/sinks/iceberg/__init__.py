@@ -5,6 +5,7 @@ tables of a pipeline are those its configuration names, those its source has, an
 namespace that bear its tag.
 """
 
+import dataclasses
 import itertools
 import json
 import logging
@@ -26,7 +27,7 @@ from pyiceberg.types import (
     StringType,
 )
 
-from icestream import failpoints, metrics
+from icestream import dead_letters, failpoints, metrics
 from icestream.epoch import Epoch, Progress, batch_id
 from icestream.errors import Broken, ConfigInvalid, check
 from icestream.iceberg import progress as summaries
@@ -111,6 +112,26 @@ class TableOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RouteOptions:
+    """Which table a record of a topic belongs to; its topic's by default."""
+
+    field: str = dataclasses.field(
+        default="", metadata={"doc": "Field, or dotted path, whose value tells the table."}
+    )
+    tables: Mapping[str, str] = dataclasses.field(
+        default_factory=dict,
+        metadata={
+            "doc": "A regular expression for the field's value by table. Without it the value is "
+            "the table's name; without a field every record goes to every table named here."
+        },
+    )
+    unmatched: str = dataclasses.field(
+        default="reject",
+        metadata={"doc": "A record that belongs to no table: `reject` (see `on_error`), `drop`."},
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class IcebergSinkOptions:
     """Options of the Iceberg sink."""
 
@@ -131,6 +152,9 @@ class IcebergSinkOptions:
     )
     properties: Mapping[str, str] = field(
         default_factory=dict, metadata={"doc": "Iceberg table properties of new tables."}
+    )
+    route: RouteOptions | None = field(
+        default=None, metadata={"doc": "Which table a record of a Kafka topic belongs to."}
     )
     atomic: bool = field(
         default=False,
@@ -206,6 +230,9 @@ class IcebergSink:
     def table_name(self, table: str) -> TableName:
         """The name in the catalog of a source table."""
         namespace = tuple(self._options.namespace.split("."))
+        if table.endswith(dead_letters.SUFFIX):
+            owner = self.table_name(table.removesuffix(dead_letters.SUFFIX)).name
+            return TableName(namespace=namespace, name=dead_letters.table_of(owner))
         given = self._table_options(table).table
         return TableName(namespace=namespace, name=given or _last_part(table))
 
@@ -478,6 +505,8 @@ class IcebergSink:
         self, table: str, handle: Table, shape: Callable[[], TableShape | None]
     ) -> Sequence[str]:
         """The columns that identify a row by their names in the table, in the source's order."""
+        if table.endswith(dead_letters.SUFFIX):
+            return ()
         given = self._table_options(table).equality_delete_by or self._options.equality_delete_by
         remembered = handle.properties().get(KEY_PROPERTY)
         key = list(given) or (json.loads(remembered) if remembered else [])
@@ -542,7 +571,8 @@ class IcebergSink:
 
     def _table_options(self, table: str) -> TableOptions:
         options = self._options.tables
-        return options.get(table) or options.get(ANY_TABLE) or TableOptions()
+        anyhow = None if table.endswith(dead_letters.SUFFIX) else options.get(ANY_TABLE)
+        return options.get(table) or anyhow or TableOptions()
 
     def _each(self, items: Mapping[K, V], work: Callable[[K, V], R]) -> dict[K, R]:
         """Run over the items in parallel; all are awaited, then the worst error is raised."""

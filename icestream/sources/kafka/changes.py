@@ -1,0 +1,169 @@
+"""Rows of records as change batches in a table's columns.
+
+What the table lacks and can be given is asked for (`SchemaGap`). A row that no safe change of the
+table makes fit is named with the reason, and the others go on without it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyiceberg.schema import Schema
+from pyiceberg.types import IcebergType
+
+from icestream.change import AT, OP, SEQ, Op
+from icestream.errors import ConfigInvalid, SchemaRejected
+from icestream.schema import (
+    Column,
+    SchemaGap,
+    TableShape,
+    arrow_schema,
+    evolution,
+    schema_from_json,
+)
+from icestream.sources.kafka.rows import Field, Indices, Rows
+
+Reasons = Mapping[int, str]
+"""Why rows cannot be taken, by their places."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Changes:
+    """Change batch of the rows that the table takes, the places of these, and why not others."""
+
+    batch: pa.Table
+    taken: Indices
+    rejected: Reasons
+
+
+class TableRows:
+    """One table as rows of records meet it."""
+
+    def __init__(
+        self,
+        table: str,
+        schema_json: str,
+        key: Sequence[str],
+        declared: Mapping[str, IcebergType],
+    ):
+        self._table = table
+        self._schema: Schema = schema_from_json(schema_json)
+        self._kinds = {field.name: field.field_type for field in self._schema.fields}
+        self._arrow = arrow_schema(self._schema)
+        self._key = list(key)
+        self._declared = declared
+
+    def refuse_unfit(self, *, only_added: bool) -> None:
+        """Rows that are only ever added need a table without a key, all others one with a key."""
+        if only_added and self._key:
+            raise ConfigInvalid(
+                f"table {self._table} has a key, {', '.join(self._key)}, and its records only add",
+                detail="Two records of one key would be two rows.",
+                hint="Set `value.envelope: upsert`, or take the table's key away.",
+            )
+        if not only_added and not self._key:
+            raise no_key(self._table)
+
+    def changes(self, rows: Rows) -> Changes:
+        """The rows as changes, without `AT` and `SEQ`; raises `SchemaGap` for what is lacking."""
+        columns, rejected = self._fitted(rows)
+        taken = np.setdiff1d(np.arange(len(rows), dtype=np.int64), list(rejected))
+        if rejected:
+            # What fits now may be of another type than before: it is cast once more.
+            columns, _ = self._fitted(rows.take(taken))
+        ops = rows.ops[taken]
+        self._refuse_required(columns, ops)
+        batch = pa.table({OP: pa.array(ops, pa.int8()), **columns})
+        return Changes(batch=batch, taken=taken, rejected=rejected)
+
+    def _fitted(self, rows: Rows) -> tuple[dict[str, pa.Array], dict[int, str]]:
+        columns: dict[str, pa.Array] = {}
+        rejected: dict[int, str] = {}
+        lacking: list[Column] = []
+        for name, field in rows.columns.items():
+            if name not in self._kinds:
+                kind = self._declared.get(name) or field.type()
+                lacking += [Column(name=name, type=kind)] if kind is not None else []
+                continue
+            try:
+                columns[name] = field.cast(name, self._kinds[name], self._arrow.field(name).type)
+            except SchemaRejected:
+                for place in self._failing(name, field):
+                    wider = self._wider(name, field.take(np.array([place])))
+                    lacking += [wider] if wider else []
+                    reason = f"the value of column {name} does not fit its type"
+                    rejected.setdefault(place, f"{reason} {self._kinds[name]}")
+        if lacking:
+            raise SchemaGap(self._table, lacking)
+        for name in self._key:
+            for place in np.flatnonzero(_nulls(columns.get(name), len(rows))).tolist():
+                rejected.setdefault(place, f"column {name} of the key is missing or null")
+        return columns, rejected
+
+    def _failing(self, name: str, field: Field) -> list[int]:
+        """The places of values that do not fit, found by halving."""
+        failing, pending = [], [np.arange(len(field), dtype=np.int64)]
+        while pending:
+            places = pending.pop()
+            try:
+                field.take(places).cast(name, self._kinds[name], self._arrow.field(name).type)
+            except SchemaRejected:
+                if len(places) == 1:
+                    failing.append(int(places[0]))
+                else:
+                    pending += np.array_split(places, 2)
+        return sorted(failing)
+
+    def _wider(self, name: str, field: Field) -> Column | None:
+        """The column that the table's must become to take a value; None when it cannot."""
+        kind = field.type()
+        column = Column(name=name, type=kind) if kind is not None else None
+        try:
+            steps = evolution(self._schema, [column] if column else [], self._key, self._table)
+        except SchemaRejected:
+            return None
+        return column if steps else None
+
+    def _refuse_required(self, columns: Mapping[str, pa.Array], ops: Any) -> None:
+        """A column that records leave out has to become optional first."""
+        kept = pa.array(ops != Op.DELETE)
+        lost = [
+            Column(name=field.name, type=field.field_type, absent=True)
+            for field in self._schema.fields
+            if field.required
+            and field.name not in self._key
+            and pc.any(pc.and_(_nulls(columns.get(field.name), len(ops)), kept)).as_py()
+        ]
+        if lost:
+            raise SchemaGap(self._table, lost)
+
+
+def shape_of(rows: Rows, key: Sequence[str], declared: Mapping[str, IcebergType]) -> TableShape:
+    """How a table of these rows would be created."""
+    kinds = {name: declared.get(name) or field.type() for name, field in rows.columns.items()}
+    columns = [Column(name=name, type=kind) for name, kind in kinds.items() if kind is not None]
+    return TableShape(columns=columns, key=list(key))
+
+
+def no_key(table: str) -> ConfigInvalid:
+    """The error for changes of rows that nothing identifies."""
+    return ConfigInvalid(
+        f"nothing tells what identifies a row of table {table}",
+        detail="Its records have no keys that are objects.",
+        hint=f"Name the columns: `source.kafka.keys: {{{table}: [id]}}`, "
+        "or set `value.envelope: none` to add every record as a row.",
+    )
+
+
+def _nulls(column: pa.Array | None, count: int) -> pa.Array:
+    if column is None:
+        return pa.array(np.ones(count, dtype=bool))
+    return pc.is_null(column)
+
+
+def ordered(batch: pa.Table, at: Indices, seq: Indices) -> pa.Table:
+    """The change batch with the places of its changes."""
+    return batch.append_column(AT, pa.array(at)).append_column(SEQ, pa.array(seq))

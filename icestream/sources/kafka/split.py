@@ -1,0 +1,233 @@
+"""What a worker reads of an epoch: ranges of offsets, decoded, routed to tables, cast.
+
+    range ──client──► records ──decode──► rows ──route──► rows of a table ──cast──► changes
+                                    └─► rejected ──► an error, or the table's dead letters
+
+Read twice, anywhere, a range gives the same changes: offsets never change what they stand for.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from pyiceberg.types import IcebergType
+
+from icestream import dead_letters
+from icestream.change import Op
+from icestream.errors import DataRejected
+from icestream.schema import TableShape, joined_shapes
+from icestream.sources import SplitsLost, TablesMissing, Targets
+from icestream.sources.kafka.changes import TableRows, no_key, ordered, shape_of
+from icestream.sources.kafka.client import read_range
+from icestream.sources.kafka.envelope import NONE, ValueOptions, decode
+from icestream.sources.kafka.route import Route
+from icestream.sources.kafka.rows import Indices, Records, Rows
+
+BATCH_BYTES = 16 * 1024**2
+
+Partition = tuple[str, int]
+
+
+class RangesTooLarge(SplitsLost):
+    """Ranges hold more bytes than an epoch may; `reached` says how far each was read."""
+
+    def __init__(self, reached: Mapping[Partition, int]):
+        super().__init__("an epoch holds more bytes than it may, and is cut shorter")
+        self.reached = reached
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RangesTooLarge, (self.reached,)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Range:
+    """The records of a partition with `start <= offset < end`."""
+
+    topic: str
+    partition: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RangeRead:
+    """What reading a range has taught: its size, and the time of its newest record (-1: none)."""
+
+    range: Range
+    rows: int
+    bytes: int
+    newest: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keys:
+    """The columns that identify rows, as far as the configuration names them."""
+
+    by_table: Mapping[str, Sequence[str]]
+    otherwise: Sequence[str]
+
+    def of(self, table: str) -> Sequence[str]:
+        """The columns for a table; empty when its records have to tell."""
+        return self.by_table.get(table) or self.otherwise
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """How records are read and what becomes of them; the same for all splits of a pipeline.
+
+    `declared` are types that the configuration gives, by table and column.
+    """
+
+    settings: Mapping[str, str] = field(repr=False)
+    value: ValueOptions
+    route: Route
+    keys: Keys
+    declared: Mapping[str, Mapping[str, IcebergType]]
+    read_timeout: float
+    dead_letters: bool
+    keyed: bool
+
+
+@dataclass(slots=True, kw_only=True)
+class KafkaSplit:
+    """Some ranges, each of another partition."""
+
+    ranges: Sequence[Range]
+    reading: Reading
+    tables: Collection[str]
+    bytes_max: int
+    each_key_once: bool = False
+    reads: list[RangeRead] = field(default_factory=list)
+
+    @property
+    def size_bytes(self) -> int:
+        """What was read, once it was."""
+        return sum(read.bytes for read in self.reads)
+
+    def changes(self, targets: Targets) -> Iterator[tuple[str, pa.Table]]:
+        """The changes of every table, batch by batch; see `Split.changes`."""
+        self.reads = []
+        tables = _Tables(self.reading, targets)
+        for each in self.ranges:
+            rows = size = 0
+            newest = -1
+            for records in self._records(each):
+                rows, size = rows + len(records), size + records.keys.nbytes + records.values.nbytes
+                if self.size_bytes + size > self.bytes_max and len(records) < rows:
+                    raise RangesTooLarge(self._reached(each, int(records.offsets[0])))
+                at, newest = _running_maximum(records.timestamps, newest)
+                yield from tables.changes(each, records, at)
+            self.reads.append(RangeRead(range=each, rows=rows, bytes=size, newest=newest))
+        if tables.missing:
+            raise TablesMissing(tables.missing)
+
+    def with_stored(self, values: pa.Table) -> "KafkaSplit":
+        """Itself: records leave nothing out."""
+        return self
+
+    def learned(self) -> Sequence[RangeRead]:
+        """What each range held."""
+        return self.reads
+
+    def _records(self, each: Range) -> Iterator[Records]:
+        return read_range(
+            self.reading.settings,
+            each.topic,
+            each.partition,
+            each.start,
+            each.end,
+            read_timeout=self.reading.read_timeout,
+            batch_bytes=min(BATCH_BYTES, self.bytes_max),
+        )
+
+    def _reached(self, current: Range, offset: int) -> dict[Partition, int]:
+        """How far all ranges may go; those that were not begun wait for a later epoch."""
+        done = [read.range for read in self.reads]
+        ends = {(r.topic, r.partition): r.end if r in done else r.start for r in self.ranges}
+        return {**ends, (current.topic, current.partition): offset}
+
+
+class _Tables:
+    """The tables that records are for, and what is not there yet."""
+
+    def __init__(self, reading: Reading, targets: Targets):
+        self._reading = reading
+        self._targets = targets
+        self._rows: dict[str, TableRows] = {}
+        self.missing: dict[str, TableShape] = {}
+
+    def changes(
+        self, where: Range, records: Records, at: Indices
+    ) -> Iterator[tuple[str, pa.Table]]:
+        """The changes in some records; `at` is a time for each that never goes back."""
+        decoded = decode(records, self._reading.value)
+        route = self._reading.route
+        strays = decoded.rows.records[route.strays(decoded.rows)].tolist()
+        rejected = {**decoded.rejected, **dict.fromkeys(strays, "the record belongs to no table")}
+        yield from self._letters(where.topic, where, records, rejected)
+        for table, rows in route.cut(where.topic, decoded.rows):
+            if table not in self._targets.tables():
+                self._miss(table, rows)
+                continue
+            found = self._table(table).changes(rows)
+            places = rows.records[found.taken]
+            reasons = {int(rows.records[n]): reason for n, reason in found.rejected.items()}
+            yield from self._letters(table, where, records, reasons)
+            offsets = records.offsets[places]
+            order = (offsets, offsets) if self._reading.keyed else (at[places], offsets)
+            yield table, ordered(found.batch, *order)
+
+    def _table(self, table: str) -> TableRows:
+        if table not in self._rows:
+            schema_json, key = self._targets.schema_json(table), self._targets.key(table)
+            declared = self._reading.declared.get(table, {})
+            self._rows[table] = TableRows(table, schema_json, key, declared)
+            self._rows[table].refuse_unfit(only_added=self._reading.value.envelope == NONE)
+        return self._rows[table]
+
+    def _miss(self, table: str, rows: Rows) -> None:
+        """Note what a table needs that is not there; deletes alone need none."""
+        kept = np.flatnonzero(rows.ops != Op.DELETE)
+        if not len(kept):
+            return
+        only_added = self._reading.value.envelope == NONE
+        key = () if only_added else self._reading.keys.of(table) or rows.key
+        if not only_added and not key:
+            raise no_key(table)
+        shape = shape_of(rows.take(kept), key, self._reading.declared.get(table, {}))
+        self.missing = joined_shapes(self.missing, {table: shape})
+
+    def _letters(
+        self, table: str, where: Range, records: Records, reasons: Mapping[int, str]
+    ) -> Iterator[tuple[str, pa.Table]]:
+        """Rejected records as dead letters of a table; an error where these are not wanted."""
+        if not reasons:
+            return
+        places = np.array(sorted(reasons), dtype=np.int64)
+        offsets = records.offsets[places].tolist()
+        texts = [reasons[place] for place in places.tolist()]
+        if not self._reading.dead_letters:
+            raise DataRejected(
+                f"a record of topic {where.topic} cannot be taken",
+                detail=f"Partition {where.partition}, offset {offsets[0]}: {texts[0]}.",
+                hint="Set `on_error: dead_letter` to keep such records aside and go on.",
+            )
+        name = dead_letters.table_of(table)
+        if name not in self._targets.tables():
+            self.missing = {**self.missing, name: dead_letters.SHAPE}
+            return
+        positions = [f"{where.topic}/{where.partition}/{offset}" for offset in offsets]
+        taken = pa.array(places)
+        keys, values = records.keys.take(taken), records.values.take(taken)
+        times = records.timestamps[places]
+        yield name, dead_letters.letters(positions, texts, keys, values, times)
+
+
+def _running_maximum(timestamps: Indices, newest: int) -> tuple[Indices, int]:
+    """Times that never go back within a partition, and the newest so far."""
+    if not len(timestamps):
+        return timestamps, newest
+    running = np.maximum(np.maximum.accumulate(timestamps), newest)
+    return running, int(running[-1])

@@ -1,0 +1,464 @@
+"""Kafka topics on a real broker become Iceberg tables; Spark SQL and the log itself are asked."""
+
+import json
+import random
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from confluent_kafka import Consumer, TopicPartition
+from confluent_kafka.admin import AdminClient
+from pyspark.sql import SparkSession
+
+from icestream import failpoints
+from icestream.errors import ConfigInvalid, DataRejected, HistoryLost, SchemaRejected
+from tests.integration.pipelines import Shell, assert_refused
+from tests.integration.topics import NAMESPACE, PIPELINE, Topics, created, deleted, updated
+from tests.servers import KafkaBroker, wait_until
+
+DEBEZIUM = {"value": {"format": "json", "envelope": "debezium"}}
+UPSERT = {"value": {"envelope": "upsert"}}
+
+
+@pytest.fixture(scope="module")
+def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KafkaBroker]:
+    """One broker for all tests of this file."""
+    with KafkaBroker(tmp_path_factory.mktemp("kafka")) as broker:
+        yield broker
+
+
+@pytest.fixture
+def topics(
+    broker: KafkaBroker, spark: SparkSession, embedded: dict[str, str], tmp_path: Path
+) -> Topics:
+    """Topics of the test's own, and a lake."""
+    return Topics(broker, tmp_path.name, spark, embedded)
+
+
+def test_a_debezium_topic_becomes_a_table(topics):
+    """K1, K3, K7: inserts, updates, deletes, tombstones; the table is made from the records."""
+    topics.create("orders", 3)
+    topics.send("orders", [created(n, name=f"row {n}", price=n + 0.5) for n in range(10)])
+    document = topics.document({"topics": ["orders"], **DEBEZIUM})
+    topics.run(document)
+    assert [row["id"] for row in topics.rows("orders", "id")] == list(range(10))
+    topics.send("orders", [updated(3, name="new", price=1.0), deleted(4), ({"id": 5}, None)])
+    topics.send("orders", [created(11, name=None, price=None)])
+    topics.run(document)
+    rows = {row["id"]: row for row in topics.rows("orders")}
+    assert sorted(rows) == [0, 1, 2, 3, 6, 7, 8, 9, 11]
+    assert rows[3] == {"id": 3, "name": "new", "price": 1.0}
+    assert rows[11] == {"id": 11, "name": None, "price": None}
+    assert len(topics.epochs("orders")) == 2
+    identifiers = topics.lake.sql(f"DESCRIBE EXTENDED {topics.lake.table('shop.orders')}")
+    assert any("id" in str(row) for row in identifiers)
+
+
+def test_progress_is_mirrored_in_the_consumer_group(topics):
+    """K2, K5: lag tools see the group's offsets; the summary has the valid-through timestamp."""
+    name = topics.create("orders", 2)
+    for partition in (0, 1):
+        records = [created(10 * partition + n, v=n) for n in range(5)]
+        topics.send("orders", records, partition, at=1_700_000_000_000 + partition)
+    topics.run(topics.document({"topics": ["orders"], **DEBEZIUM}))
+    consumer = Consumer(
+        {
+            "bootstrap.servers": topics.broker.bootstrap_servers,
+            "group.id": f"icestream-{PIPELINE}",
+        }
+    )
+    try:
+        found = consumer.committed([TopicPartition(name, n) for n in (0, 1)], timeout=30)
+    finally:
+        consumer.close()
+    assert [partition.offset for partition in found] == [5, 5]
+    summary = topics.epochs("orders")[-1]["summary"]
+    assert summary["icestream.valid-through"] == "2023-11-14T22:13:20.000+00:00"
+
+
+def test_a_partition_without_records_leaves_the_time_open(topics):
+    """K5: nobody knows how far a partition is that never had a record."""
+    topics.create("orders", 2)
+    topics.send("orders", [created(1, v=1)], 0)
+    topics.run(topics.document({"topics": ["orders"], **DEBEZIUM}))
+    assert "icestream.valid-through" not in topics.epochs("orders")[-1]["summary"]
+
+
+@pytest.mark.parametrize("partitions", [4, 64])
+def test_random_upserts_end_as_the_log_says(topics, partitions):
+    """K1, E3: many runs over a growing log of inserts, updates and deletes."""
+    topics.create("orders", partitions)
+    generator = random.Random(partitions)
+    document = topics.document({"topics": ["orders"], **UPSERT}, epoch_rows_max=150)
+    expected: dict[int, dict] = {}
+    for _ in range(3):
+        records = []
+        for _ in range(400):
+            key = generator.randrange(200)
+            row = {"id": key, "v": generator.randrange(1000)} if generator.random() < 0.8 else None
+            records.append(({"id": key}, row))
+            expected.pop(key, None)
+            if row:
+                expected[key] = row
+        topics.send("orders", records)
+        topics.run(document)
+        assert {row["id"]: row for row in topics.rows("orders")} == expected
+
+
+def test_aborted_transactions_are_never_seen(topics):
+    """K1: read_committed, also where a range ends with what was aborted."""
+    topics.create("orders")
+    topics.transaction("orders", [({"id": 1}, {"id": 1, "v": 1})], commit=True)
+    topics.transaction("orders", [({"id": 2}, {"id": 2, "v": 2})], commit=False)
+    document = topics.document({"topics": ["orders"], **UPSERT})
+    topics.run(document)
+    assert [row["id"] for row in topics.rows("orders")] == [1]
+    topics.transaction("orders", [({"id": 3}, {"id": 3, "v": 3})], commit=True)
+    topics.run(document)
+    assert [row["id"] for row in topics.rows("orders", "id")] == [1, 3]
+
+
+def test_partitions_and_topics_that_appear_later_are_read(topics):
+    """K1: also those that a pattern matches."""
+    name = topics.create("a.one")
+    topics.send("a.one", [created(1, v=1)])
+    pattern = name.replace("a.one", "").replace(".", r"\.") + r"a\..*"
+    document = topics.document({"topic_pattern": pattern, **DEBEZIUM})
+    topics.run(document)
+    topics.broker.add_partitions(name, 3)
+    topics.create("a.two")
+    topics.send("a.one", [created(2, v=2)], partition=2)
+    topics.send("a.two", [created(3, v=3)])
+    topics.run(document)
+    assert [row["id"] for row in topics.rows("one", "id")] == [1, 2]
+    assert [row["id"] for row in topics.rows("two")] == [3]
+
+
+def test_a_topic_that_was_created_anew_stops_the_pipeline(topics):
+    """K6, E7: its offsets count from zero again and must not be taken for the old ones."""
+    name = topics.create("orders")
+    topics.send("orders", [created(n, v=n) for n in range(3)])
+    document = topics.document({"topics": ["orders"], **DEBEZIUM})
+    topics.run(document)
+    topics.broker.delete_topic(name)
+    topics.create("orders")
+    topics.send("orders", [created(n, v=n) for n in range(10, 20)])
+    with pytest.raises(HistoryLost, match="deleted and created anew"):
+        topics.run(document)
+    assert len(topics.rows("orders")) == 3
+    topics.run(topics.document({"topics": ["orders"], **DEBEZIUM, "on_recreated": "continue"}))
+    assert len(topics.rows("orders")) == 13
+
+
+def test_retention_that_overtakes_the_frontier_stops_the_pipeline(topics):
+    """E7: what is lost is said, nothing is skipped in silence."""
+    name = topics.create("orders")
+    topics.send("orders", [created(n, v=n) for n in range(10)])
+    document = topics.document({"topics": ["orders"], **DEBEZIUM})
+    topics.run(document)
+    topics.send("orders", [created(n, v=n) for n in range(10, 20)])
+    admin = AdminClient({"bootstrap.servers": topics.broker.bootstrap_servers})
+    for future in admin.delete_records([TopicPartition(name, 0, 15)]).values():
+        future.result(30)
+    with pytest.raises(HistoryLost, match="no longer has offset 10") as caught:
+        topics.run(document)
+    assert "5 offsets are lost" in str(caught.value)
+
+
+def test_a_compacted_topic_with_gaps_is_read(topics):
+    """K1: offsets that were compacted away are nobody's loss."""
+    config = {
+        "cleanup.policy": "compact",
+        "segment.ms": "100",
+        "min.cleanable.dirty.ratio": "0.01",
+        "max.compaction.lag.ms": "200",
+    }
+    name = topics.create("orders", config=config)
+    for version in range(5):
+        topics.send("orders", [({"id": n}, {"id": n, "v": version}) for n in range(20)])
+    consumer_settings = {"bootstrap.servers": topics.broker.bootstrap_servers, "group.id": "x"}
+
+    def compacted() -> bool:
+        topics.send("orders", [({"id": 99}, {"id": 99, "v": 0})])
+        consumer = Consumer({**consumer_settings, "enable.partition.eof": True})
+        consumer.assign([TopicPartition(name, 0, 0)])
+        try:
+            first = consumer.consume(1, timeout=10)
+            return bool(first) and not first[0].error() and first[0].offset() > 0
+        finally:
+            consumer.close()
+
+    wait_until(compacted, 60, "the topic to be compacted")
+    topics.run(topics.document({"topics": ["orders"], **UPSERT}))
+    rows = {row["id"]: row["v"] for row in topics.rows("orders")}
+    assert rows == {**dict.fromkeys(range(20), 4), 99: 0}
+
+
+def test_a_key_in_two_partitions_is_ordered_by_time(topics):
+    """K1: `keyed: false` re-keys by one shuffle; the newer record wins."""
+    topics.create("orders", 2)
+    topics.send("orders", [({"id": n}, {"id": n, "v": "new"}) for n in range(50)], 0, at=2000)
+    topics.send("orders", [({"id": n}, {"id": n, "v": "old"}) for n in range(80)], 1, at=1000)
+    topics.run(topics.document({"topics": ["orders"], **UPSERT, "keyed": False}))
+    rows = {row["id"]: row["v"] for row in topics.rows("orders")}
+    assert rows == {**dict.fromkeys(range(80), "old"), **dict.fromkeys(range(50), "new")}
+
+
+def test_large_records_make_more_epochs_not_more_memory(topics):
+    """E9: an epoch that turns out too large is cut shorter."""
+    topics.create("orders", config={"max.message.bytes": "2000000"})
+    text = "x" * 900_000
+    topics.send("orders", [({"id": n}, {"id": n, "v": text}) for n in range(12)])
+    topics.run(topics.document({"topics": ["orders"], **UPSERT}, epoch_bytes_max=2_000_000))
+    assert [len(row["v"]) for row in topics.rows("orders")] == [900_000] * 12
+    assert len(topics.epochs("orders")) >= 3
+
+
+BROKEN = [
+    (b'{"id": 1}', b'{"id": 1, "v": '),
+    (b'{"id": 2}', b"\xff\xfe"),
+    (b'{"id": 3}', b"[1]"),
+    (None, b'{"id": 4, "v": 1}'),
+    (b'{"id": null}', b'{"id": null, "v": 1}'),
+]
+
+
+@pytest.mark.parametrize("record", BROKEN, ids=["json", "utf8", "array", "no key", "null key"])
+def test_a_record_that_cannot_be_taken_stops_the_pipeline(topics, record):
+    """E10: by default nothing is left out; the error says where, and quotes nothing."""
+    topics.create("orders")
+    topics.send("orders", [({"id": 0}, {"id": 0, "v": 0}), record])
+    with pytest.raises(DataRejected, match="cannot be taken") as caught:
+        topics.run(topics.document({"topics": ["orders"], "keys": {}, **UPSERT}))
+    assert "Partition 0, offset 1" in str(caught.value)
+
+
+def test_dead_letters_are_kept_beside_the_table(topics):
+    """E10, K8: position, error and payload, in the same epoch, however often it is read."""
+    topics.create("orders")
+    good = [({"id": n}, {"id": n, "v": n}) for n in range(10, 15)]
+    topics.send("orders", [good[0], *BROKEN, *good[1:]], at=1_700_000_000_000)
+    document = topics.document({"topics": ["orders"], **UPSERT}, on_error="dead_letter")
+    topics.run(document)
+    topics.run(document)
+    assert [row["id"] for row in topics.rows("orders", "id")] == [10, 11, 12, 13, 14]
+    letters = topics.rows("orders__dead_letters", "position")
+    name = topics.name("orders")
+    assert [row["position"] for row in letters] == [f"{name}/0/{n}" for n in range(1, 6)]
+    assert [bytes(row["payload"]) for row in letters] == [value for _, value in BROKEN]
+    assert [row["key"] and bytes(row["key"]) for row in letters] == [key for key, _ in BROKEN]
+    assert all(row["error"] for row in letters)
+    assert {str(row["at"]) for row in letters} == {"2023-11-14 22:13:20"}
+    epochs = {e["summary"]["icestream.epoch"] for e in topics.epochs("orders__dead_letters")}
+    assert epochs <= {e["summary"]["icestream.epoch"] for e in topics.epochs("orders")}
+
+
+def test_a_value_that_does_not_fit_is_a_dead_letter_too(topics):
+    """K8, I11: what no safe change of the table takes."""
+    topics.create("orders")
+    topics.send("orders", [({"id": 1}, {"id": 1, "v": 1})])
+    document = topics.document({"topics": ["orders"], **UPSERT})
+    topics.run(document)
+    topics.send("orders", [({"id": 2}, {"id": 2, "v": "text"}), ({"id": 3}, {"id": 3, "v": 3})])
+    with pytest.raises((DataRejected, SchemaRejected)):
+        topics.run(document)
+    topics.run(topics.document({"topics": ["orders"], **UPSERT}, on_error="dead_letter"))
+    assert [row["id"] for row in topics.rows("orders", "id")] == [1, 3]
+    assert [json.loads(row["payload"])["id"] for row in topics.rows("orders__dead_letters")] == [2]
+
+
+def test_the_schema_may_change_in_the_middle_of_an_epoch(topics):
+    """I11, K7: columns appear, vanish and grow wider."""
+    topics.create("orders")
+    topics.send("orders", [({"id": 1}, {"id": 1, "a": 1})])
+    document = topics.document({"topics": ["orders"], **UPSERT})
+    topics.run(document)
+    topics.send("orders", [({"id": 2}, {"id": 2, "a": 2, "b": "x"})])
+    topics.send("orders", [({"id": 3}, {"id": 3, "b": "y", "c": {"d": [1, 2]}})])
+    topics.run(document)
+    rows = topics.rows("orders", "id")
+    assert rows[0] == {"id": 1, "a": 1, "b": None, "c": None}
+    assert rows[1] == {"id": 2, "a": 2, "b": "x", "c": None}
+    assert (rows[2]["a"], rows[2]["b"]) == (None, "y")
+    assert rows[2]["c"] is not None
+
+
+def test_a_table_that_exists_is_used_as_it_is(topics):
+    """I10, I11: an int column grows to long, a required one becomes optional."""
+    topics.lake.sql(f"CREATE NAMESPACE IF NOT EXISTS {topics.lake.name}.{NAMESPACE}")
+    topics.lake.sql(
+        f"CREATE TABLE {topics.lake.table('shop.orders')} "
+        "(id INT NOT NULL, v INT, w STRING NOT NULL) USING iceberg"
+    )
+    topics.create("orders")
+    topics.send("orders", [({"id": 1}, {"id": 1, "v": 1, "w": "x"})])
+    document = topics.document({"topics": ["orders"], **UPSERT, "keys": {}})
+    document[PIPELINE]["sink"]["iceberg"]["equality_delete_by"] = ["id"]
+    topics.run(document)
+    topics.send("orders", [({"id": 2}, {"id": 2, "v": 2**40})])
+    topics.run(document)
+    assert topics.rows("orders", "id") == [
+        {"id": 1, "v": 1, "w": "x"},
+        {"id": 2, "v": 2**40, "w": None},
+    ]
+
+
+def test_fifty_tables_come_out_of_one_topic(topics):
+    """K4: by a field that holds the table's name."""
+    topics.create("all", 4)
+    records = [({"id": n}, {"id": n, "table": f"t{n % 50}", "v": n}) for n in range(500)]
+    topics.send("all", records)
+    sink = {"route": {"field": "table"}}
+    topics.run(topics.document({"topics": ["all"], **UPSERT}, sink))
+    for number in range(50):
+        expected = [n for n in range(500) if n % 50 == number]
+        assert sorted(row["id"] for row in topics.rows(f"t{number}")) == expected
+
+
+def test_records_are_routed_by_regular_expressions(topics):
+    """K4: one expression per table; what matches none is not lost in silence."""
+    topics.create("events")
+    kinds = ["click.left", "click.right", "order", "other"]
+    topics.send("events", [({"id": n}, {"id": n, "type": kind}) for n, kind in enumerate(kinds)])
+    sink = {"route": {"field": "type", "tables": {"clicks": "^click", "orders": "^order"}}}
+    with pytest.raises(DataRejected, match="cannot be taken"):
+        topics.run(topics.document({"topics": ["events"], **UPSERT}, sink))
+    dropping = {"route": {**sink["route"], "unmatched": "drop"}}
+    document = topics.document({"topics": ["events"], **UPSERT}, dropping)
+    topics.run(document)
+    assert [row["id"] for row in topics.rows("clicks", "id")] == [0, 1]
+    assert [row["id"] for row in topics.rows("orders")] == [2]
+    topics.send("events", [({"id": 0}, None)])
+    topics.run(document)
+    assert [row["id"] for row in topics.rows("clicks", "id")] == [1]
+
+
+def test_without_a_field_every_record_goes_to_every_table(topics):
+    """K4."""
+    topics.create("events")
+    topics.send("events", [({"id": 1}, {"id": 1})])
+    sink = {"route": {"tables": {"one": "", "two": ""}}}
+    topics.run(topics.document({"topics": ["events"], **UPSERT}, sink))
+    assert topics.rows("one") == topics.rows("two") == [{"id": 1}]
+
+
+def test_records_that_only_add_are_all_kept(topics):
+    """K3: without an envelope every record is a row, also twice the same."""
+    topics.create("clicks", 2)
+    topics.send("clicks", [(None, {"page": "a", "n": 1})] * 3)
+    document = topics.document({"topics": ["clicks"]})
+    topics.run(document)
+    topics.send("clicks", [(None, {"page": "b", "n": 2})] * 2)
+    topics.run(document)
+    assert sorted(row["page"] for row in topics.rows("clicks")) == ["a", "a", "a", "b", "b"]
+
+
+def test_operations_are_read_from_a_field(topics):
+    """K3: `cdc_field` and a mapping of its values."""
+    topics.create("orders")
+    value = {
+        "envelope": "cdc_field",
+        "cdc_field": "_op",
+        "operations": {"new": "insert", "upd": "update", "del": "delete"},
+    }
+    records = [("new", 1, 1), ("new", 2, 1), ("upd", 1, 2), ("del", 2, None)]
+    topics.send("orders", [({"id": key}, {"_op": op, "id": key, "v": v}) for op, key, v in records])
+    topics.run(topics.document({"topics": ["orders"], "value": value}))
+    rows = topics.rows("orders")
+    assert [(row["id"], row["v"]) for row in rows] == [(1, 2)]
+
+
+def test_an_epoch_that_only_some_tables_took_is_finished(topics, monkeypatch):
+    """I14, K6: each table has its own progress, and none takes the epoch twice."""
+    topics.create("all", 2)
+    records = [(None, {"id": n, "table": f"t{n % 3}"}) for n in range(30)]
+    topics.send("all", records)
+    document = topics.document({"topics": ["all"]}, {"route": {"field": "table"}})
+    commits = []
+
+    def crash(place: str) -> None:
+        if place == failpoints.AFTER_SWAP:
+            commits.append(place)
+            if len(commits) == 5:
+                raise MemoryError("the coordinator dies here")
+
+    # A failpoint in this process: the same place as in a killed one.
+    monkeypatch.setattr(failpoints, "reach", crash)
+    with pytest.raises(MemoryError):
+        topics.run(document)
+    monkeypatch.undo()
+    topics.run(document)
+    for number in range(3):
+        expected = [n for n in range(30) if n % 3 == number]
+        assert sorted(row["id"] for row in topics.rows(f"t{number}")) == expected
+
+
+def test_a_broker_that_restarts_is_waited_for(topics):
+    """K6: a running pipeline goes on where it was."""
+    topics.create("orders")
+    topics.send("orders", [created(1, v=1)])
+    document = topics.document(
+        {"topics": ["orders"], **DEBEZIUM, "read_timeout": "PT5S"}, commit_interval="PT0.2S"
+    )
+    pipeline = topics.pipeline(document)
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            pipeline.run()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        wait_until(lambda: bool(topics.epochs("orders")), 90, "the first epoch")
+        topics.broker.stop()
+        topics.broker.start()
+        topics.send("orders", [created(2, v=2)])
+        wait_until(lambda: len(topics.rows("orders")) == 2, 90, "the second row")
+    finally:
+        pipeline.stop()
+        thread.join(60)
+    assert not errors, errors
+
+
+def test_a_table_that_was_dropped_comes_back_whole(topics):
+    """E4: what the topic still has of it is read again; other tables take nothing twice."""
+    topics.create("one")
+    topics.create("two")
+    for topic in ("one", "two"):
+        topics.send(topic, [created(n, v=n) for n in range(5)])
+    document = topics.document({"topics": ["one", "two"], **DEBEZIUM})
+    topics.run(document)
+    topics.lake.sql(f"DROP TABLE {topics.lake.table('shop.one')}")
+    topics.send("two", [created(9, v=9)])
+    topics.run(document)
+    assert [row["id"] for row in topics.rows("one", "id")] == list(range(5))
+    assert [row["id"] for row in topics.rows("two", "id")] == [0, 1, 2, 3, 4, 9]
+
+
+def test_a_key_that_nothing_tells_is_asked_for(topics):
+    """K3: before a table is made."""
+    topics.create("orders")
+    topics.send("orders", [(None, {"id": 1, "_op": "u"})])
+    value = {"envelope": "cdc_field", "cdc_field": "_op"}
+    with pytest.raises((ConfigInvalid, DataRejected)):
+        topics.run(topics.document({"topics": ["orders"], "value": value}))
+    topics.run(
+        topics.document(
+            {"topics": ["orders"], "value": value, "keys": {topics.name("orders"): ["id"]}}
+        )
+    )
+    assert [row["id"] for row in topics.rows("orders")] == [1]
+
+
+def test_bad_input_gets_a_clear_error(topics, shell: Shell):
+    """U3: what, where, what to do."""
+    absent = topics.document({"topics": ["absent"], **DEBEZIUM})
+    assert_refused(shell.run(absent), 1, topics.name("absent"))
+    unknown = topics.document({"topics": ["x"], "value": {"envelope": "debezum"}})
+    assert_refused(shell.run(unknown), 2, "debezium")
+    wrong = topics.document({"topics": ["x"], "properties": {"no.such.setting": "1"}})
+    assert_refused(shell.run(wrong), 2, "no.such.setting")
