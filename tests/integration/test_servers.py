@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import pyarrow
 import pytest
 import requests
+from confluent_kafka import Consumer, Producer, TopicPartition
 from pyarrow.fs import FileSelector, S3FileSystem
 from pyiceberg.catalog import load_catalog
 
@@ -23,6 +24,8 @@ from tests import servers
 from tests.proxy import Proxy, Request
 from tests.servers import (
     LOOPBACK,
+    PACKAGED_JAVA,
+    KafkaBroker,
     OpenSearch,
     RestCatalog,
     S3Server,
@@ -191,6 +194,76 @@ def test_an_opensearch_node_keeps_its_documents_and_dies_with_its_owner(tmp_path
         assert requests.get(url, timeout=60).json()["_source"] == {"id": 1}
         owner.send_signal(signal.SIGKILL)
     wait_until(lambda: refused(port), SECONDS_MAX, "end of the orphaned node")
+
+
+@pytest.mark.parametrize("ending", [KafkaBroker.stop, KafkaBroker.kill])
+def test_a_broker_keeps_its_port_and_its_records_however_it_ended(
+    tmp_path: Path, ending: Callable[[KafkaBroker], None]
+) -> None:
+    with KafkaBroker(tmp_path) as broker:
+        broker.create_topic("orders", partitions=2)
+        produce(broker, "orders", [b"first", b"second"])
+        ending(broker)
+        assert refused(broker.port)
+        broker.start()
+        produce(broker, "orders", [b"third"])
+        assert consumed(broker, "orders", 3) == [b"first", b"second", b"third"]
+
+
+def test_a_broker_runs_on_the_packaged_java(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A machine without a Java of its own.
+    monkeypatch.setenv("JAVA_HOME", str(PACKAGED_JAVA))
+    with KafkaBroker(tmp_path) as broker:
+        broker.create_topic("orders")
+        produce(broker, "orders", [b"first"])
+        assert consumed(broker, "orders", 1) == [b"first"]
+
+
+def test_a_topic_is_widened_deleted_and_created_anew(tmp_path: Path) -> None:
+    with KafkaBroker(tmp_path) as broker:
+        broker.create_topic("orders", config={"cleanup.policy": "compact"})
+        broker.add_partitions("orders", 3)
+        produce(broker, "orders", [b"old"])
+        broker.delete_topic("orders")
+        broker.create_topic("orders", partitions=2)
+        produce(broker, "orders", [b"new"])
+        assert consumed(broker, "orders", 1) == [b"new"]
+
+
+def test_a_broker_dies_with_its_owner(tmp_path: Path) -> None:
+    program = (
+        "import sys, threading; from pathlib import Path; from tests.servers import KafkaBroker\n"
+        "broker = KafkaBroker(Path(sys.argv[1])); broker.start()\n"
+        "print(broker.port, flush=True); threading.Event().wait()"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    root = Path(__file__).parents[2]
+    with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        port = int(owner.stdout.readline())
+        owner.send_signal(signal.SIGKILL)
+    wait_until(lambda: refused(port), SECONDS_MAX, "end of the orphaned broker")
+
+
+def produce(broker: KafkaBroker, topic: str, values: list[bytes]) -> None:
+    """Write records to the topic's first partition, and wait until they are there."""
+    producer = Producer({"bootstrap.servers": broker.bootstrap_servers})
+    for value in values:
+        producer.produce(topic, key=b"key", value=value, partition=0)
+    assert producer.flush(SECONDS_MAX) == 0
+
+
+def consumed(broker: KafkaBroker, topic: str, count: int) -> list[bytes | None]:
+    """The first records of the topic's first partition."""
+    settings = {"bootstrap.servers": broker.bootstrap_servers, "group.id": "reader"}
+    consumer = Consumer(settings)
+    try:
+        consumer.assign([TopicPartition(topic, 0, 0)])
+        return [message.value() for message in consumer.consume(count, timeout=SECONDS_MAX)]
+    finally:
+        consumer.close()
 
 
 def test_an_opensearch_node_that_cannot_start_shows_its_log(
