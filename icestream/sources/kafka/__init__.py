@@ -24,12 +24,12 @@ from icestream.errors import ConfigInvalid, HistoryLost, IcestreamError
 from icestream.frontier import Frontier
 from icestream.schema import TableShape, joined_shapes
 from icestream.sources import Source, SplitsLost
-from icestream.sources.kafka.client import Cluster, PartitionStalled, Topic
+from icestream.sources.kafka.client import Cluster, Topic
+from icestream.sources.kafka.consumer import PartitionStalled, Range
 from icestream.sources.kafka.envelope import ValueOptions
 from icestream.sources.kafka.split import (
     KafkaSplit,
     Partition,
-    Range,
     RangeRead,
     RangesTooLarge,
     Reading,

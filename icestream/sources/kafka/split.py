@@ -20,7 +20,7 @@ from icestream.errors import DataRejected
 from icestream.schema import TableShape, joined_shapes
 from icestream.sources import SplitsLost, TablesMissing, Targets
 from icestream.sources.kafka.changes import TableRows, no_key, ordered, shape_of
-from icestream.sources.kafka.client import read_range
+from icestream.sources.kafka.consumer import Range, read_range
 from icestream.sources.kafka.envelope import NONE, ValueOptions, decode
 from icestream.sources.kafka.route import Route
 from icestream.sources.kafka.rows import Indices, Records, Rows
@@ -39,16 +39,6 @@ class RangesTooLarge(SplitsLost):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RangesTooLarge, (self.reached,)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Range:
-    """The records of a partition with `start <= offset < end`."""
-
-    topic: str
-    partition: int
-    start: int
-    end: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,10 +124,7 @@ class KafkaSplit:
     def _records(self, each: Range) -> Iterator[Records]:
         return read_range(
             self.reading.settings,
-            each.topic,
-            each.partition,
-            each.start,
-            each.end,
+            each,
             read_timeout=self.reading.read_timeout,
             batch_bytes=min(BATCH_BYTES, self.bytes_max),
         )

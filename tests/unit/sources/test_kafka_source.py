@@ -1,0 +1,264 @@
+"""The Kafka source cuts topics into epochs, and refuses what is no longer there."""
+
+import pickle
+
+import pytest
+
+from icestream.epoch import Epoch
+from icestream.errors import ConfigInvalid, HistoryLost
+from icestream.frontier import START, Frontier
+from icestream.schema import TableShape
+from icestream.sources import kafka
+from icestream.sources.kafka import VALID_THROUGH, Budget, KafkaOptions, KafkaSource
+from icestream.sources.kafka.client import Topic
+from icestream.sources.kafka.consumer import PartitionStalled, Range
+from icestream.sources.kafka.envelope import ValueOptions
+from icestream.sources.kafka.route import Route
+from icestream.sources.kafka.split import Keys, RangeRead, RangesTooLarge, Reading
+
+
+class FakeCluster:
+    """What a cluster says, as a test sets it."""
+
+    def __init__(self):
+        self.ids = {"t": "one"}
+        self.ends = {("t", 0): (0, 10), ("t", 1): (0, 10)}
+        self.committed = {}
+
+    def topics(self, names, pattern):
+        return {
+            name: Topic(name=name, id=id_, partitions=sum(t == name for t, _ in self.ends))
+            for name, id_ in self.ids.items()
+        }
+
+    def bounds(self, partitions):
+        return {partition: self.ends[partition] for partition in partitions}
+
+    def commit_offsets(self, group, offsets):
+        self.committed[group] = dict(offsets)
+
+    def close(self):
+        pass
+
+
+@pytest.fixture
+def cluster(monkeypatch):
+    cluster = FakeCluster()
+    # A real one is asked in the integration tests; here its answers are chosen.
+    monkeypatch.setattr(kafka, "Cluster", lambda settings: cluster)
+    return cluster
+
+
+def source(rows=1000, size=10**9, workers=2, route=None, **options) -> KafkaSource:
+    given = KafkaOptions(bootstrap_servers="x:1", topics=["t"], **options)
+    reading = Reading(
+        settings=given.settings(),
+        value=ValueOptions(),
+        route=route or Route(),
+        keys=Keys(by_table={}, otherwise=()),
+        declared={},
+        read_timeout=1.0,
+        dead_letters=False,
+        keyed=given.keyed,
+    )
+    return KafkaSource(given, "p", reading, Budget(rows=rows, bytes=size), workers)
+
+
+def offsets(frontier: Frontier) -> dict[str, int]:
+    return {name.split(" ")[1]: at[0] for name, at in frontier.positions.items()}
+
+
+def ranges(splits) -> list[tuple[int, int, int]]:
+    return sorted((r.partition, r.start, r.end) for split in splits for r in split.ranges)
+
+
+def epoch(lower: Frontier, upper: Frontier) -> Epoch:
+    return Epoch(number=1, lower=lower, upper=upper)
+
+
+def read(partition: int, end: int, newest: int, rows=1, size=1) -> RangeRead:
+    span = Range(topic="t", partition=partition, start=0, end=end)
+    return RangeRead(range=span, rows=rows, bytes=size, newest=newest)
+
+
+def test_an_epoch_ends_at_what_is_stable_now(cluster):
+    """K1: offsets per partition are the frontier."""
+    one = source()
+    (upper,) = one.available(START)
+    assert offsets(upper) == {"0": 10, "1": 10}
+    assert ranges(one.splits(epoch(START, upper))) == [(0, 0, 10), (1, 0, 10)]
+    assert one.available(upper) == []
+    cluster.ends["t", 1] = (0, 12)
+    (later,) = one.available(upper)
+    assert ranges(one.splits(epoch(upper, later))) == [(1, 10, 12)]
+
+
+def test_an_epoch_holds_no_more_rows_than_it_may(cluster):
+    """E9: and every partition gets its share."""
+    cluster.ends = {("t", 0): (0, 100), ("t", 1): (0, 4)}
+    one = source(rows=20)
+    uppers = one.available(START)
+    assert [offsets(upper) for upper in uppers] == [
+        {"0": 16, "1": 4},
+        {"0": 36, "1": 4},
+        {"0": 56, "1": 4},
+        {"0": 76, "1": 4},
+        {"0": 96, "1": 4},
+        {"0": 100, "1": 4},
+    ]
+
+
+def test_the_size_of_records_is_learned(cluster):
+    """E9: bytes bound an epoch as well."""
+    cluster.ends = {("t", 0): (0, 1000)}
+    one = source(rows=10**6, size=102_400)
+    assert offsets(one.available(START)[0]) == {"0": 100}
+    for _ in range(30):
+        one.learn([read(0, 100, 1, rows=10, size=102_400)])
+    assert offsets(one.available(START)[0]) == {"0": 10}
+
+
+def test_an_epoch_that_was_too_large_is_cut_where_it_was(cluster):
+    """E9: an outlier is not in the average."""
+    one = source()
+    one.available(START)
+    one.give_up(pickle.loads(pickle.dumps(RangesTooLarge({("t", 0): 3, ("t", 1): 0}))))
+    first, *_ = one.available(START)
+    assert offsets(first) == {"0": 3, "1": 10}
+
+
+def test_a_first_epoch_that_is_read_again_begins_where_it_began(cluster):
+    """K6: a position says where reading began, also when the topic has forgotten its start."""
+    cluster.ends = {("t", 0): (5, 10)}
+    one = source()
+    (upper,) = one.available(START)
+    cluster.ends = {("t", 0): (7, 10)}
+    assert ranges(source().splits(epoch(START, upper))) == [(0, 5, 10)]
+
+
+def test_latest_holds_for_the_first_start_alone(cluster):
+    """K1: a partition that appears later is read from its beginning."""
+    one = source(start="latest")
+    assert one.available(START) == []
+    cluster.ends["t", 0] = (0, 12)
+    again = source(start="latest")
+    assert again.available(START) == []
+    known = Frontier({"t 0 one": (10, 10)})
+    cluster.ends["t", 1] = (0, 3)
+    (upper,) = again.available(known)
+    assert ranges(again.splits(epoch(known, upper))) == [(0, 10, 12), (1, 0, 3)]
+
+
+@pytest.mark.parametrize(
+    ("ends", "ids", "text"),
+    [
+        ((6, 10), "one", "no longer has offset 5"),
+        ((0, 4), "one", "ends at offset 4, before 5"),
+        ((0, 10), "two", "deleted and created anew"),
+    ],
+)
+def test_what_is_lost_is_said(cluster, ends, ids, text):
+    """E7: never skipped in silence."""
+    cluster.ends = {("t", 0): ends}
+    cluster.ids = {"t": ids}
+    durable = Frontier({"t 0 one": (5, 0)})
+    with pytest.raises(HistoryLost, match=text):
+        source().available(durable)
+    with pytest.raises(HistoryLost, match=text):
+        source().verify(durable)
+
+
+def test_a_topic_created_anew_may_be_gone_on_with(cluster):
+    """K6: from its beginning, when that is what the operator wants."""
+    cluster.ends = {("t", 0): (0, 4)}
+    cluster.ids = {"t": "two"}
+    one = source(on_recreated="continue")
+    durable = Frontier({"t 0 one": (5, 0)})
+    (upper,) = one.available(durable)
+    assert upper.covers(durable)
+    assert ranges(one.splits(epoch(durable, upper))) == [(0, 0, 4)]
+
+
+def test_a_partition_that_gives_nothing_is_left_out(cluster, monkeypatch):
+    """K9: the others go on, its part of the frontier stays, and it is tried again later."""
+    one = source(read_timeout=30.0)
+    one.available(START)
+    one.give_up(PartitionStalled("t", 1))
+    assert "partition 1 of topic t" in str(one.trouble())
+    (upper,) = one.available(START)
+    assert offsets(upper) == {"0": 10}
+    one.learn([read(0, 10, 5)])
+    assert one.summary(epoch(START, upper)) == {}
+    # Half a minute is waited for in no test.
+    clock = kafka.time.monotonic() + 31
+    monkeypatch.setattr(kafka.time, "monotonic", lambda: clock)
+    (later,) = one.available(upper)
+    assert offsets(later) == {"0": 10, "1": 10}
+    assert one.trouble() is None
+
+
+def test_the_valid_through_time_is_that_of_the_slowest_partition(cluster):
+    """K5: of what lies before the epoch's end, not of epochs that were read ahead of it."""
+    one = source()
+    (upper,) = one.available(START)
+    one.learn([read(0, 10, 3000), read(1, 10, 2000)])
+    cluster.ends = {("t", 0): (0, 20), ("t", 1): (0, 20)}
+    (later,) = one.available(upper)
+    one.learn([read(0, 20, 9000), read(1, 20, 8000)])
+    assert one.summary(epoch(START, upper)) == {VALID_THROUGH: "1970-01-01T00:00:02.000+00:00"}
+    assert one.summary(epoch(upper, later)) == {VALID_THROUGH: "1970-01-01T00:00:08.000+00:00"}
+    one.ack(upper)
+    assert cluster.committed == {"icestream-p": {("t", 0): 10, ("t", 1): 10}}
+    assert one.summary(epoch(upper, later)) == {VALID_THROUGH: "1970-01-01T00:00:08.000+00:00"}
+
+
+def test_partitions_share_the_workers(cluster):
+    """E5: many small partitions are few splits, and so few files."""
+    cluster.ends = {("t", number): (0, 10 + number) for number in range(64)}
+    one = source(workers=2)
+    (upper,) = one.available(START)
+    splits = one.splits(epoch(START, upper))
+    sizes = [sum(r.end - r.start for r in split.ranges) for split in splits]
+    assert len(splits) == 2 and abs(sizes[0] - sizes[1]) < 80
+    assert len(ranges(splits)) == 64
+
+
+def test_a_run_once_ends_at_what_was_there(cluster):
+    """U2: although more keeps coming."""
+    one = source()
+    (upper,) = one.available(START)
+    assert not one.caught_up(START)
+    cluster.ends["t", 0] = (0, 99)
+    one.available(upper)
+    assert one.caught_up(upper)
+
+
+def test_tables_are_known_by_topic_or_route(cluster):
+    """K4, K7: splits name the tables that are there, and those that reading has found."""
+    one = source()
+    assert one.tables() == ["t"]
+    (upper,) = one.available(START)
+    assert one.splits(epoch(START, upper))[0].tables == frozenset()
+    one.found(["t", "other"])
+    one.meet({"t__dead_letters": TableShape(columns=[], key=[])})
+    assert one.splits(epoch(START, upper))[0].tables == {"t", "t__dead_letters"}
+    routed = source(route=Route(field="kind", tables={"a": "x", "b": "y"}))
+    assert routed.tables() == ["a", "b"]
+    assert not routed.has_history("a", upper)
+    assert one.has_history("t", upper) and not one.has_history("t", START)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"topics": ["t"]}, "lacks `bootstrap_servers`"),
+        ({"bootstrap_servers": "x:1"}, "lacks `topics`"),
+        ({"bootstrap_servers": "x:1", "topics": ["t"], "start": "now"}, "start cannot be `now`"),
+        ({"bootstrap_servers": "x:1", "topic_pattern": "("}, "not a regular expression"),
+        ({"bootstrap_servers": "x:1", "topics": ["t"], "on_recreated": "x"}, "on_recreated"),
+    ],
+)
+def test_bad_options_are_refused(options, text):
+    """U3: with what is wrong."""
+    with pytest.raises(ConfigInvalid, match=text):
+        KafkaOptions(**options)
