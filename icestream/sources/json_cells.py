@@ -1,8 +1,9 @@
-"""Newline-delimited JSON as columns of cells, without a Python loop over rows.
+"""JSON texts as columns of cells, without a Python loop over rows.
 
-`lines` checks the whole buffer once, against the JSON grammar and as UTF-8, and cuts it into one
-cell per line; `members` and `elements` cut cells into further cells. A cell is a kind and a span
-of that shared buffer, so nothing is converted until a column is asked for its text.
+`lines` checks a whole buffer once, against the JSON grammar and as UTF-8, and cuts it into one cell
+per line; `values` does the same for the texts of an Arrow array, and sets broken ones aside instead
+of stopping. `members`, `elements`, `items` and `entries` cut cells into further cells. A cell is a
+kind and a span of the shared buffer, so nothing is converted until a column is asked for its text.
 
 Promise: what gets through is JSON down to the innermost value, digits come out as they were
 written, and garbage raises `MalformedJson` with the row and byte where it was found. No read
@@ -33,12 +34,26 @@ from icestream.sources.compiled import (
     store_word,
 )
 
-__all__ = ["Cells", "Kind", "MalformedJson", "elements", "lines", "members"]
+__all__ = [
+    "Cells",
+    "Kind",
+    "MalformedJson",
+    "distinct",
+    "elements",
+    "entries",
+    "invalid_utf8",
+    "items",
+    "lines",
+    "members",
+    "values",
+]
 
 # Nesting that no changefeed comes near, and that keeps the scanner's stack in one small array.
 DEPTH_MAX = 256
 # Every name costs nine bytes per row; a feed with more names than this has data for names.
 WIDTH_MAX = 16_384
+# Texts that repeat over long runs of rows have few distinct ones; more are not told apart.
+DISTINCT_MAX = 1024
 # Arrow's offsets and the spans are 32 bits wide.
 BUFFER_BYTES_MAX = 2**31 - 1
 
@@ -78,7 +93,7 @@ class MalformedJson(ValueError):
 class Cells:
     """One JSON value per row, as spans of a shared buffer.
 
-    Made by the functions of this module, which rely on `lines` having checked the buffer.
+    Made by the functions of this module, which rely on `lines` or `values` having checked it.
     """
 
     data: Bytes
@@ -117,15 +132,53 @@ class Cells:
             ends=self.ends[indices],
         )
 
+    def where(self, chosen: npt.NDArray[np.bool_], other: "Cells") -> "Cells":
+        """Its own cells where `chosen`, elsewhere those of other cells of as many rows.
+
+        Free of copies only when both lie in one buffer, as all cells cut from the same ones do.
+        """
+        data, shift = self.data, 0
+        if not _one_buffer(self.data, other.data):
+            data, shift = _frozen(np.concatenate([self.data, other.data])), self.data.size
+            if data.size > BUFFER_BYTES_MAX:
+                raise ValueError(f"cannot index {data.size} bytes, at most {BUFFER_BYTES_MAX}")
+        return Cells(
+            data=data,
+            kinds=np.where(chosen, self.kinds, other.kinds),
+            starts=np.where(chosen, self.starts, other.starts + np.int32(shift)),
+            ends=np.where(chosen, self.ends, other.ends + np.int32(shift)),
+        )
+
+    def only(self, *kinds: Kind) -> "Cells":
+        """The same cells, but missing where they are of no such kind."""
+        fitting = np.isin(self.kinds, kinds)
+        if fitting.all():
+            return self
+        missing = np.uint8(Kind.MISSING)
+        return Cells(
+            data=self.data,
+            kinds=np.where(fitting, self.kinds, missing),
+            starts=self.starts,
+            ends=self.ends,
+        )
+
+
+def _one_buffer(one: Bytes, other: Bytes) -> bool:
+    return one is other or (one.ctypes.data == other.ctypes.data and one.size == other.size)
+
+
+def _frozen(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    # Numba compiles once more for writable arrays, so all buffers look read-only to it.
+    array.flags.writeable = False
+    return array
+
 
 def lines(data: bytes | memoryview | pa.Buffer) -> Cells:
     """Each line that is not blank as one cell, checked to its innermost value."""
     array = np.frombuffer(data, dtype=np.uint8)
     if array.size > BUFFER_BYTES_MAX:
         raise ValueError(f"cannot index {array.size} bytes of JSON, at most {BUFFER_BYTES_MAX}")
-    # Numba compiles once more for writable arrays, so all buffers look read-only to it.
-    array.flags.writeable = False
-    _check_utf8(array)
+    _check_utf8(_frozen(array))
     rows_max = int(_count_lines(array))
     found = (
         np.empty(rows_max, dtype=np.uint8),
@@ -138,6 +191,113 @@ def lines(data: bytes | memoryview | pa.Buffer) -> Cells:
         raise MalformedJson(_REASONS[code], row, offset)
     kinds, starts, ends = found
     return Cells(data=array, kinds=kinds[:row], starts=starts[:row], ends=ends[:row])
+
+
+def values(array: pa.Array) -> tuple[Cells, dict[int, str]]:
+    """Each text of a binary or string array as one cell, and the rows that are none, with why.
+
+    A text holds one value, with whatever JSON counts as blank around and inside it, newlines too.
+    Rows without a text and rows that are rejected are `MISSING`; one broken text costs no other.
+    Cells point into the array's own buffer. Where cells of two arrays are to be mixed, let them be
+    one array (`pa.concat_arrays`), whose cells are then taken apart.
+    """
+    data, offsets, valid = _texts_of(array)
+    rows = len(valid)
+    found = (
+        np.zeros(rows, dtype=np.uint8),
+        np.zeros(rows, dtype=np.int32),
+        np.zeros(rows, dtype=np.int32),
+    )
+    faults = np.zeros(rows, dtype=np.uint8)
+    if not _whole_utf8(data):
+        _find_invalid_utf8(data, offsets, valid, faults)
+    closers = np.empty(DEPTH_MAX, dtype=np.uint8)
+    _scan_values(data, offsets, valid, found, closers, faults)
+    kinds, starts, ends = found
+    broken = np.flatnonzero(faults)
+    reasons = [_TEXT_REASONS[code] for code in faults[broken].tolist()]
+    rejected = dict(zip(broken.tolist(), reasons, strict=True))
+    return Cells(data=data, kinds=kinds, starts=starts, ends=ends), rejected
+
+
+def invalid_utf8(array: pa.Array) -> npt.NDArray[np.bool_]:
+    """Which texts of a binary array are not UTF-8."""
+    data, offsets, valid = _texts_of(array)
+    faults = np.zeros(len(valid), dtype=np.uint8)
+    # Unlike JSON, a text may end inside a character that the next one completes.
+    _find_invalid_utf8(data, offsets, valid, faults)
+    return faults != _FINE
+
+
+def _texts_of(array: pa.Array) -> tuple[Bytes, Positions, npt.NDArray[np.bool_]]:
+    """The bytes of an array's texts, where each begins and the last one ends, and which are there.
+
+    Without copying, unless the array is of a type with other offsets.
+    """
+    large = pa.types.is_large_binary(array.type) or pa.types.is_large_string(array.type)
+    if not (large or pa.types.is_binary(array.type) or pa.types.is_string(array.type)):
+        array = array.cast(pa.binary())
+    valid = np.ones(len(array), dtype=np.bool_)
+    if array.null_count:
+        valid = array.is_valid().to_numpy(zero_copy_only=False)
+    _, places, content = array.buffers()
+    if len(array) == 0 or places is None:
+        return _frozen(np.zeros(0, np.uint8)), _frozen(np.zeros(1, np.int32)), _frozen(valid)
+    whole = np.frombuffer(places, dtype=np.int64 if large else np.int32)
+    offsets = whole[array.offset : array.offset + len(array) + 1]
+    first, last = int(offsets[0]), int(offsets[-1])
+    if last - first > BUFFER_BYTES_MAX:
+        raise ValueError(f"cannot index {last - first} bytes of JSON, at most {BUFFER_BYTES_MAX}")
+    bytes_ = np.frombuffer(content or b"", dtype=np.uint8)[first:last]
+    if first or large:
+        offsets = (offsets - first).astype(np.int32)
+    return _frozen(bytes_), _frozen(offsets), _frozen(valid)
+
+
+def distinct(cells: Cells) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+    """Which text each cell has, and for each such text a row that has it.
+
+    Meant for texts that repeat over long runs of rows. Texts are numbered in the order first seen;
+    null and missing cells have -1, and so has what comes after the first `DISTINCT_MAX` texts.
+    """
+    numbers = np.full(len(cells), -1, dtype=np.int32)
+    firsts = np.zeros(DISTINCT_MAX, dtype=np.int64)
+    count = _number_texts(cells.data, (cells.kinds, cells.starts, cells.ends), numbers, firsts)
+    return numbers, firsts[:count]
+
+
+def items(cells: Cells) -> tuple[npt.NDArray[np.int32], Cells]:
+    """The elements of all array cells one after the other, and where each row's begin and end.
+
+    Cells that are no arrays have no elements.
+    """
+    offsets, _, flat = _flattened(cells, Kind.ARRAY)
+    return offsets, flat
+
+
+def entries(cells: Cells) -> tuple[npt.NDArray[np.int32], Cells, Cells]:
+    """The members of all object cells one after the other, as cells of names and of values.
+
+    With where each row's begin and end. Cells that are no objects have no members.
+    """
+    return _flattened(cells, Kind.OBJECT)
+
+
+def _flattened(cells: Cells, container: Kind) -> tuple[npt.NDArray[np.int32], Cells, Cells]:
+    spans = (cells.kinds, cells.starts, cells.ends)
+    offsets = np.zeros(len(cells) + 1, dtype=np.int32)
+    nothing = _empty_spans(0)
+    count = _flatten(cells.data, spans, int(container), offsets, nothing, nothing)
+    names, parts = _empty_spans(count), _empty_spans(count)
+    _flatten(cells.data, spans, int(container), offsets, names, parts)
+    return offsets, *(
+        Cells(data=cells.data, kinds=kinds, starts=starts, ends=ends)
+        for kinds, starts, ends in (names, parts)
+    )
+
+
+def _empty_spans(rows: int) -> Spans:
+    return np.zeros(rows, np.uint8), np.zeros(rows, np.int32), np.zeros(rows, np.int32)
 
 
 def members(cells: Cells) -> dict[str, Cells]:
@@ -226,26 +386,35 @@ def _texts(cells: Cells, *, raw: bool) -> pa.StringArray:
     return pa.StringArray.from_buffers(rows, offsets, target.slice(0, size), validity, absent)
 
 
-def _check_utf8(data: Bytes) -> None:
-    # Arrow checks UTF-8 at memory speed; Python's slower decoder is only asked where it broke.
+def _whole_utf8(data: Bytes) -> bool:
+    """Whether the buffer is UTF-8 from end to end, which Arrow checks at memory speed."""
     span = pa.py_buffer(np.array([0, data.size], dtype=np.int32))
     try:
         pa.StringArray.from_buffers(1, span, pa.py_buffer(data)).validate(full=True)
     except pa.ArrowInvalid:
-        text = data.tobytes()
-        try:
-            text.decode("utf-8")
-        except UnicodeDecodeError as error:
-            offset = error.start
-            earlier = text[: text.rfind(b"\n", 0, offset) + 1].split(b"\n")
-            row = sum(1 for line in earlier if line.strip(b" \t\r"))
-            raise MalformedJson("invalid UTF-8", row, offset) from error
-        raise
+        return False
+    return True
+
+
+def _check_utf8(data: Bytes) -> None:
+    if _whole_utf8(data):
+        return
+    # Python's slower decoder is only asked where it broke.
+    text = data.tobytes()
+    try:
+        text.decode("utf-8")
+    except UnicodeDecodeError as error:
+        offset = error.start
+        earlier = text[: text.rfind(b"\n", 0, offset) + 1].split(b"\n")
+        row = sum(1 for line in earlier if line.strip(b" \t\r"))
+        raise MalformedJson("invalid UTF-8", row, offset) from error
+    raise MalformedJson("invalid UTF-8", 0, 0)
 
 
 # What a kernel found wrong. Codes instead of exceptions, because numba's exceptions carry no facts.
 _FINE, _ENDED, _TRAILING, _NO_VALUE, _NO_NAME, _NO_COLON, _NO_COMMA = range(7)
 _UNTERMINATED, _CONTROL, _ESCAPE, _SURROGATE, _NUMBER, _TOO_DEEP, _TOO_WIDE, _UNFIT = range(7, 15)
+_EMPTY, _NOT_UTF8 = range(15, 17)
 _REASONS = {
     _ENDED: "line ends inside a value",
     _TRAILING: "unexpected text after the value",
@@ -260,6 +429,11 @@ _REASONS = {
     _NUMBER: "invalid number",
     _TOO_DEEP: f"more than {DEPTH_MAX} levels of nesting",
     _TOO_WIDE: f"more than {WIDTH_MAX} distinct member names or elements",
+}
+_TEXT_REASONS = _REASONS | {
+    _ENDED: "text ends inside a value",
+    _EMPTY: "empty text",
+    _NOT_UTF8: "invalid UTF-8",
 }
 
 _QUOTE, _BACKSLASH, _COMMA, _COLON, _NEWLINE = (ord(mark) for mark in '"\\,:\n')
@@ -312,11 +486,14 @@ def _count_lines(data: Bytes) -> int:
 
 
 @part
-def _skip_spaces(data: Bytes, position: int, end: int) -> int:
-    """The next byte that is not blank; a newline is none, because it ends the row."""
+def _skip_blanks(data: Bytes, position: int, end: int, newline: int) -> int:
+    """The next byte that is not blank.
+
+    A newline is blank where it is given as such; where it ends the row, a space is given instead.
+    """
     while position < end:
         byte = data[position]
-        if byte != _SPACE and byte != _TAB and byte != _RETURN:
+        if byte != _SPACE and byte != _TAB and byte != _RETURN and byte != newline:
             break
         position += 1
     return position
@@ -330,7 +507,7 @@ def _scan_lines(array: Bytes, cells: Spans, brackets: Bytes) -> tuple[int, int, 
     closers = pointer(brackets)
     position = row = 0
     while True:
-        position = _skip_spaces(data, position, end)
+        position = _skip_blanks(data, position, end, _SPACE)
         if position == end:
             return _FINE, row, position
         if data[position] == _NEWLINE:
@@ -338,10 +515,10 @@ def _scan_lines(array: Bytes, cells: Spans, brackets: Bytes) -> tuple[int, int, 
             continue
         kinds[row] = _KIND_OF[data[position]]
         starts[row] = position
-        position, code = _check_value(data, position, end, closers)
+        position, code = _check_value(data, position, end, closers, _SPACE)
         if code == _FINE:
             ends[row] = position
-            position = _skip_spaces(data, position, end)
+            position = _skip_blanks(data, position, end, _SPACE)
             if position < end and data[position] != _NEWLINE:
                 code = _TRAILING
         elif position >= end or data[position] == _NEWLINE:
@@ -352,8 +529,109 @@ def _scan_lines(array: Bytes, cells: Spans, brackets: Bytes) -> tuple[int, int, 
         row += 1
 
 
+@kernel
+def _scan_values(
+    array: Bytes,
+    offsets: Positions,
+    valid: npt.NDArray[np.bool_],
+    cells: Spans,
+    brackets: Bytes,
+    faults: Bytes,
+) -> None:
+    """Check each text by itself, and note its cell or what is wrong with it.
+
+    Rows that have a fault already, or no text, stay as they are.
+    """
+    kinds, starts, ends = cells
+    data, closers = pointer(array), pointer(brackets)
+    for row in range(valid.size):
+        if not valid[row] or faults[row] != _FINE:
+            continue
+        end = int(offsets[row + 1])
+        start = _skip_blanks(data, int(offsets[row]), end, _NEWLINE)
+        if start == end:
+            faults[row] = _EMPTY
+            continue
+        position, code = _check_value(data, start, end, closers, _NEWLINE)
+        after = _skip_blanks(data, position, end, _NEWLINE)
+        if code == _FINE and after == end:
+            kinds[row] = _KIND_OF[data[start]]
+            starts[row] = start
+            ends[row] = position
+        elif code == _FINE:
+            faults[row] = _TRAILING
+        elif position >= end:
+            # Most of all a text cut short, whatever token the cut went through.
+            faults[row] = _UNTERMINATED if code == _UNTERMINATED else _ENDED
+        else:
+            # What ends a line is just another control character here.
+            faults[row] = _CONTROL if code == _UNTERMINATED else code
+
+
+@kernel
+def _find_invalid_utf8(
+    array: Bytes, offsets: Positions, valid: npt.NDArray[np.bool_], faults: Bytes
+) -> None:
+    data = pointer(array)
+    for row in range(valid.size):
+        if valid[row] and not _is_utf8(data, int(offsets[row]), int(offsets[row + 1])):
+            faults[row] = _NOT_UTF8
+
+
 @part
-def _check_value(data: Bytes, position: int, end: int, closers: Bytes) -> tuple[int, int]:
+def _is_utf8(data: Bytes, position: int, end: int) -> bool:
+    while position < end:
+        lead = int(data[position])
+        position += 1
+        if lead < 0x80:
+            continue
+        extra = (lead >= 0xC0) + (lead >= 0xE0) + (lead >= 0xF0)
+        if lead < 0xC2 or lead > 0xF4 or position + extra > end:
+            return False
+        point = lead & (0x3F >> extra)
+        for place in range(position, position + extra):
+            if data[place] & 0xC0 != 0x80:
+                return False
+            point = point << 6 | int(data[place]) & 0x3F
+        overlong = (extra == 2 and point < 0x800) or (extra == 3 and point < 0x10000)
+        if overlong or (point >= 0xD800 and point <= 0xDFFF) or point > 0x10FFFF:
+            return False
+        position += extra
+    return True
+
+
+@kernel
+def _number_texts(
+    array: Bytes, cells: Spans, numbers: npt.NDArray[np.int32], firsts: npt.NDArray[np.int64]
+) -> int:
+    """Number the distinct texts; returns how many there are."""
+    kinds, starts, ends = cells
+    data = pointer(array)
+    count = number = 0
+    for row in range(kinds.size):
+        if kinds[row] <= _NULL_KIND:
+            continue
+        start, size = int(starts[row]), int(ends[row] - starts[row])
+        # Nearly always the text of the row before.
+        for _ in range(count):
+            known = firsts[number]
+            if ends[known] - starts[known] == size and _same(data, starts[known], start, size):
+                break
+            number = number + 1 if number + 1 < count else 0
+        else:
+            if count == firsts.size:
+                continue
+            number = count
+            firsts[number] = row
+            count += 1
+        numbers[row] = number
+    return count
+
+
+@part
+def _check_value(
+    data: Bytes, position: int, end: int, closers: Bytes, newline: int
+) -> tuple[int, int]:
     """Check one value with all that is in it; returns the position after it, or of the fault.
 
     `closers` is the stack of brackets that have yet to come.
@@ -362,7 +640,7 @@ def _check_value(data: Bytes, position: int, end: int, closers: Bytes) -> tuple[
     named = False
     while True:
         if named:
-            position, code = _check_name(data, position, end)
+            position, code = _check_name(data, position, end, newline)
             if code != _FINE:
                 return position, code
         kind = _KIND_OF[data[position]] if position < end else 0
@@ -376,14 +654,14 @@ def _check_value(data: Bytes, position: int, end: int, closers: Bytes) -> tuple[
             # In ASCII both closing brackets come two places after their opening ones.
             closers[depth] = data[position] + 2
             depth += 1
-            position = _skip_spaces(data, position + 1, end)
+            position = _skip_blanks(data, position + 1, end, newline)
             if position >= end or data[position] != closers[depth - 1]:
                 named = closers[depth - 1] == _CLOSE_BRACE
                 continue
             position += 1
             depth -= 1
         while depth > 0:
-            position = _skip_spaces(data, position, end)
+            position = _skip_blanks(data, position, end, newline)
             if position >= end or data[position] != closers[depth - 1]:
                 break
             position += 1
@@ -392,22 +670,22 @@ def _check_value(data: Bytes, position: int, end: int, closers: Bytes) -> tuple[
             return position, _FINE
         if position >= end or data[position] != _COMMA:
             return position, _NO_COMMA
-        position = _skip_spaces(data, position + 1, end)
+        position = _skip_blanks(data, position + 1, end, newline)
         named = closers[depth - 1] == _CLOSE_BRACE
 
 
 @part
-def _check_name(data: Bytes, position: int, end: int) -> tuple[int, int]:
+def _check_name(data: Bytes, position: int, end: int, newline: int) -> tuple[int, int]:
     """Check a member name and its colon; returns the position of the value."""
     if position >= end or data[position] != _QUOTE:
         return position, _NO_NAME
     position, code = _check_string(data, position + 1, end)
     if code != _FINE:
         return position, code
-    position = _skip_spaces(data, position, end)
+    position = _skip_blanks(data, position, end, newline)
     if position >= end or data[position] != _COLON:
         return position, _NO_COLON
-    return _skip_spaces(data, position + 1, end), _FINE
+    return _skip_blanks(data, position + 1, end, newline), _FINE
 
 
 @part
@@ -556,7 +834,7 @@ def _cut(
                 return _UNFIT, row, starts[row], count
             continue
         end = ends[row] - 1
-        position = _skip_spaces(data, starts[row] + 1, end)
+        position = _skip_blanks(data, starts[row] + 1, end, _NEWLINE)
         column = width if container == _OBJECT_KIND else -1
         while position < end:
             if container == _OBJECT_KIND:
@@ -570,10 +848,56 @@ def _cut(
             part_starts[column, row] = position
             position = _skip_value(data, position, end)
             part_ends[column, row] = position
-            position = _skip_spaces(data, position, end)
+            position = _skip_blanks(data, position, end, _NEWLINE)
             # The comma between two parts; after the last one this steps onto the end.
-            position = _skip_spaces(data, position + 1, end)
+            position = _skip_blanks(data, position + 1, end, _NEWLINE)
     return _FINE, 0, 0, count
+
+
+@kernel
+def _flatten(
+    array: Bytes,
+    cells: Spans,
+    container: int,
+    offsets: Positions,
+    names: Spans,
+    parts: Spans,
+) -> int:
+    """Note where each row's parts begin, and the parts if there is room; returns their number."""
+    kinds, starts, ends = cells
+    data, room = pointer(array), parts[0].size
+    count = 0
+    for row in range(kinds.size):
+        offsets[row] = count
+        if kinds[row] != container:
+            continue
+        end = int(ends[row]) - 1
+        position = _skip_blanks(data, int(starts[row]) + 1, end, _NEWLINE)
+        while position < end:
+            start = position
+            if container == _OBJECT_KIND:
+                position = _skip_string(data, position + 1, end)
+                if count < room:
+                    _note(names, count, _STRING_KIND, start, position)
+                position = min(_skip_blanks(data, position, end, _NEWLINE) + 1, end)
+                position = start = _skip_blanks(data, position, end, _NEWLINE)
+            position = _skip_value(data, start, end)
+            if count < room:
+                _note(parts, count, _KIND_OF[data[start]], start, position)
+            count += 1
+            position = _skip_blanks(data, position, end, _NEWLINE)
+            # The comma between two parts; after the last one this steps onto the end.
+            position = _skip_blanks(data, position + 1, end, _NEWLINE)
+    offsets[kinds.size] = count
+    return count
+
+
+@part
+def _note(cells: Spans, place: int, kind: int, start: int, end: int) -> None:
+    kinds, starts, ends = cells
+    kinds[place] = kind
+    starts[place] = start
+    ends[place] = end
 
 
 @part
@@ -597,16 +921,22 @@ def _find_name(
         names[3 * column + 1] = position + size
     names[3 * previous + 2] = column
     # The colon is the first byte after the name that is not blank.
-    position = min(_skip_spaces(data, position + size, end) + 1, end)
-    return column, _skip_spaces(data, position, end)
+    position = min(_skip_blanks(data, position + size, end, _NEWLINE) + 1, end)
+    return column, _skip_blanks(data, position, end, _NEWLINE)
 
 
 @part
 def _same(data: Bytes, one: int, other: int, size: int) -> bool:
     # Quotes included: no string is the beginning of another, so equal bytes are equal names.
-    for place in range(size):
+    place = 0
+    while place + WORD_BYTES <= size:
+        if load_word(data, one + place) != load_word(data, other + place):
+            return False
+        place += WORD_BYTES
+    while place < size:
         if data[one + place] != data[other + place]:
             return False
+        place += 1
     return True
 
 

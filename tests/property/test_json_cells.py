@@ -4,10 +4,21 @@ import json
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from icestream.sources.json_cells import Cells, Kind, MalformedJson, elements, lines, members
+from icestream.sources.json_cells import (
+    Cells,
+    Kind,
+    MalformedJson,
+    elements,
+    entries,
+    items,
+    lines,
+    members,
+    values,
+)
 
 # Compiling the kernels falls into whichever example comes first.
 patient = settings(deadline=None)
@@ -184,6 +195,33 @@ def test_random_bytes_never_crash(data):
     assert_judged_alike(data)
 
 
+def parsed(text: bytes | None) -> Any:
+    """The oracle of `values`: what a text says, or that it is none."""
+    if text is None:
+        return ABSENT
+    try:
+        return loads(text.decode())
+    except ValueError:
+        return ValueError
+
+
+broken_texts = st.binary(max_size=20) | st.lists(tokens, max_size=8).map(b"".join)
+padded_texts = st.tuples(st.sampled_from(["", "\n", " \r\n"]), documents).map("\n".join)
+some_texts = st.lists(
+    st.none() | st.one_of(documents, padded_texts).map(str.encode) | broken_texts, max_size=8
+)
+
+
+@patient
+@given(some_texts, st.integers(0, 8), st.integers(0, 8))
+def test_each_text_is_rejected_or_means_what_it_means_to_json_loads(rows, start, size):
+    part = rows[start : start + size]
+    cells, rejected = values(pa.array(rows, pa.binary()).slice(start, size))
+    said = [parsed(text) for text in part]
+    assert list(rejected) == [row for row, value in enumerate(said) if value is ValueError]
+    assert_same(cells, [ABSENT if value is ValueError else value for value in said])
+
+
 @patient
 @given(st.binary(max_size=60), st.data())
 def test_cells_over_a_buffer_that_nobody_checked_never_crash(data, draws):
@@ -204,7 +242,7 @@ def test_cells_over_a_buffer_that_nobody_checked_never_crash(data, draws):
     )
     cells.text()
     cells.json()
-    for cut in (members, elements):
+    for cut in (members, elements, items, entries):
         try:
             cut(cells)
         except (MalformedJson, UnicodeDecodeError):

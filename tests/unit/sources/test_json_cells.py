@@ -9,7 +9,19 @@ import pyarrow as pa
 import pytest
 
 from icestream.sources import json_cells
-from icestream.sources.json_cells import Cells, Kind, MalformedJson, elements, lines, members
+from icestream.sources.json_cells import (
+    Cells,
+    Kind,
+    MalformedJson,
+    distinct,
+    elements,
+    entries,
+    invalid_utf8,
+    items,
+    lines,
+    members,
+    values,
+)
 
 # Lines that CockroachDB v22.2.10 sent.
 WRAPPED = (
@@ -434,3 +446,89 @@ def test_kernels_are_kept_on_disk_for_the_next_process():
         kernel = getattr(json_cells, name)
         assert len(kernel.signatures) == 1, f"{name} was compiled for more than one kind of array"
         assert list(Path(kernel.stats.cache_path).glob(f"json_cells.{name}-*.nbi"))
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (b"", "empty text"),
+        (b" \n\t", "empty text"),
+        (b"{}{}", "unexpected text after the value"),
+        (b"1 2", "unexpected text after the value"),
+        (b'{"a":', "text ends inside a value"),
+        (b'{"a', "unterminated string"),
+        (b'"a\nb"', "raw control character in a string"),
+        (b'"\xff"', "invalid UTF-8"),
+        (b'"\xc3"', "invalid UTF-8"),
+        (b'"\xed\xa0\x80"', "invalid UTF-8"),
+        (b'"\xc0\xaf"', "invalid UTF-8"),
+        (b"nope", "expected a value"),
+        (b"01", "invalid number"),
+        (b"\x00", "expected a value"),
+    ],
+)
+def test_a_broken_text_is_rejected_and_costs_no_other(text, reason):
+    around = [b'{"a": 1}', text, None, b'"\xc3\xa9"', text]
+    cells, rejected = values(pa.array(around, pa.binary()))
+    assert rejected == {1: reason, 4: reason}
+    kept = [Kind.OBJECT, Kind.MISSING, Kind.MISSING, Kind.STRING, Kind.MISSING]
+    assert kinds(cells) == kept
+    assert texts(cells) == ['{"a": 1}', None, None, "é", None]
+
+
+@pytest.mark.parametrize("kind", [pa.binary(), pa.large_binary(), pa.string(), pa.binary_view()])
+def test_values_of_any_slice_of_any_array_are_the_same(kind):
+    whole = pa.array([b"[0]", b"not", None, b'\n{"a":\n1\n,"b" :[\n]}\n', b"7"], pa.binary())
+    array = whole.cast(kind)
+    for start in range(6):
+        for size in range(6 - start):
+            cells, rejected = values(array.slice(start, size))
+            expected = ["[0]", None, None, '{"a":\n1\n,"b" :[\n]}', "7"][start : start + size]
+            assert jsons(cells) == expected
+            assert list(rejected) == ([1 - start] if start <= 1 < start + size else [])
+
+
+def test_a_character_cut_in_two_by_two_texts_is_valid_in_neither():
+    assert invalid_utf8(pa.array([b"\xc3", b"\xa9", b"\xc3\xa9", None])).tolist() == [
+        *(True, True, False, False)
+    ]
+    assert list(values(pa.array([b'"\xc3', b'\xa9"']))[1]) == [0, 1]
+
+
+def test_newlines_are_blanks_inside_a_value():
+    cells, _ = values(pa.array([b'{\n"a"\n:\n[\n1\n,\n2\n]\n,\r\n"b":{\n}\n}'], pa.binary()))
+    parts = members(cells)
+    assert {name: jsons(part) for name, part in parts.items()} == {
+        "a": ["[\n1\n,\n2\n]"],
+        "b": ["{\n}"],
+    }
+    assert [jsons(part) for part in elements(parts["a"])] == [["1"], ["2"]]
+
+
+def test_items_and_entries_flatten_containers():
+    texts_ = ['[1, "a", null]', "[]", "5", "null", '{"x": [2], "\\u0079":null}', "[[3]]"]
+    offsets, flat = items(cells_of(*texts_))
+    assert (offsets.tolist(), jsons(flat)) == ([0, 3, 3, 3, 3, 3, 4], ["1", '"a"', None, "[3]"])
+    offsets, names, parts = entries(cells_of(*texts_))
+    assert offsets.tolist() == [0, 0, 0, 0, 0, 2, 2]
+    assert (texts(names), jsons(parts)) == (["x", "y"], ["[2]", None])
+
+
+def test_distinct_texts_are_numbered_in_the_order_seen():
+    cells = cells_of('{"a":1}', '{"a":1}', "null", '{"a":2}', '{"a":1}', '{"a": 1}')
+    numbers, firsts = distinct(cells)
+    assert (numbers.tolist(), firsts.tolist()) == ([0, 0, -1, 1, 0, 2], [0, 3, 5])
+
+
+def test_more_distinct_texts_than_are_told_apart_have_no_number():
+    numbers, firsts = distinct(cells_of(*map(str, range(json_cells.DISTINCT_MAX + 2)), "1"))
+    assert len(firsts) == json_cells.DISTINCT_MAX
+    assert numbers[-3:].tolist() == [-1, -1, 1]
+
+
+def test_cells_of_two_buffers_can_be_mixed():
+    one, other = cells_of("1", '"b"', "null"), cells_of('"x"', "2", "{}")
+    chosen = np.array([True, False, False])
+    assert jsons(one.where(chosen, other)) == ["1", "2", "{}"]
+    assert jsons(one.where(chosen, one)) == ["1", '"b"', None]
+    assert jsons(other.only(Kind.OBJECT)) == [None, None, "{}"]
