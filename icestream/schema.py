@@ -291,6 +291,37 @@ def _widened(have: IcebergType, want: IcebergType) -> IcebergType | None:
     return next((kind for kind in promotions if _holds(kind, want)), None)
 
 
+def united(one: IcebergType, other: IcebergType) -> IcebergType:
+    """The narrowest type that holds the values of two types; text when there is no other."""
+    if isinstance(one, StructType) and isinstance(other, StructType):
+        return _united_structs(one, other)
+    if isinstance(one, ListType) and isinstance(other, ListType):
+        element = united(one.element_type, other.element_type)
+        return ListType(element_id=one.element_id, element_type=element, element_required=False)
+    return _widened(one, other) or _widened(other, one) or StringType()
+
+
+def _united_structs(one: StructType, other: StructType) -> StructType:
+    fields = {field.name: field for field in other.fields}
+    fields.update({field.name: field for field in one.fields})
+    there = {field.name: field.field_type for field in other.fields}
+    both = {field.name for field in one.fields} & there.keys()
+    # Numbers of fields are the source's own affair; those of two types may clash.
+    return StructType(
+        *(
+            NestedField(
+                field_id=number,
+                name=name,
+                field_type=united(field.field_type, there[name])
+                if name in both
+                else field.field_type,
+                required=False,
+            )
+            for number, (name, field) in enumerate(fields.items(), start=1)
+        )
+    )
+
+
 def _holds(kind: IcebergType, want: IcebergType) -> bool:
     """Whether every value of a source's type has its place in a type, unchanged."""
     if kind == want or isinstance(kind, StringType):

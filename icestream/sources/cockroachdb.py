@@ -29,7 +29,7 @@ import pyarrow.compute as pc
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 from pyiceberg.schema import Schema
-from pyiceberg.types import BooleanType, DecimalType, DoubleType, IcebergType, StringType
+from pyiceberg.types import IcebergType
 
 from icestream.change import AT, BEFORE, OP, SEQ, Op, only_within
 from icestream.epoch import Epoch
@@ -48,12 +48,12 @@ from icestream.schema import (
     TableShape,
     arrow_schema,
     cast_text,
-    infer_number,
     parse_type,
     schema_from_json,
 )
 from icestream.sources import Source, TableSplit
 from icestream.sources.json_cells import Cells, Kind, MalformedJson, elements, lines, members
+from icestream.sources.json_columns import infer_type
 
 T = TypeVar("T")
 
@@ -493,29 +493,6 @@ def _no_key(file: FeedFile, table: str, key: Sequence[str], found: int) -> DataR
         hint="Create the changefeed WITH key_in_value, and name the primary key's columns with "
         f"`source.cockroachdb.keys: {{{table}: [...]}}`.",
     )
-
-
-def infer_type(cells: Cells) -> IcebergType | None:
-    """A type for JSON values: None when all are null; text for what is not all of one kind."""
-    kinds = set(np.unique(cells.kinds).tolist()) - {Kind.MISSING, Kind.NULL}
-    if not kinds:
-        return None
-    if kinds <= {Kind.TRUE, Kind.FALSE}:
-        return BooleanType()
-    if kinds == {Kind.NUMBER}:
-        text = cells.text()
-        return infer_number(text.filter(pc.is_valid(text)))
-    if Kind.NUMBER in kinds and kinds <= {Kind.NUMBER, Kind.STRING}:
-        # NaN and the infinities come as strings, in columns of floats and of decimals.
-        text = cells.text()
-        numbers = text.filter(pa.array(cells.kinds == Kind.NUMBER))
-        others = text.filter(pa.array(cells.kinds == Kind.STRING))
-        special = pa.array(["NaN", "Infinity", "-Infinity"])
-        if pc.all(pc.is_in(others, value_set=special), min_count=0).as_py():
-            guess = infer_number(numbers)
-            # No decimal holds these; text keeps both them and the digits.
-            return StringType() if isinstance(guess, DecimalType) else DoubleType()
-    return StringType()
 
 
 def _cast_column(

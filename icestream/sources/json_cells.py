@@ -226,7 +226,7 @@ def invalid_utf8(array: pa.Array) -> npt.NDArray[np.bool_]:
     faults = np.zeros(len(valid), dtype=np.uint8)
     # Unlike JSON, a text may end inside a character that the next one completes.
     _find_invalid_utf8(data, offsets, valid, faults)
-    return faults != _FINE
+    return np.asarray(faults != _FINE)
 
 
 def _texts_of(array: pa.Array) -> tuple[Bytes, Positions, npt.NDArray[np.bool_]]:
@@ -290,10 +290,11 @@ def _flattened(cells: Cells, container: Kind) -> tuple[npt.NDArray[np.int32], Ce
     count = _flatten(cells.data, spans, int(container), offsets, nothing, nothing)
     names, parts = _empty_spans(count), _empty_spans(count)
     _flatten(cells.data, spans, int(container), offsets, names, parts)
-    return offsets, *(
+    named, flat = (
         Cells(data=cells.data, kinds=kinds, starts=starts, ends=ends)
         for kinds, starts, ends in (names, parts)
     )
+    return offsets, named, flat
 
 
 def _empty_spans(rows: int) -> Spans:

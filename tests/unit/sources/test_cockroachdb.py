@@ -45,12 +45,12 @@ from icestream.sources.cockroachdb import (
     IndexTask,
     after,
     format_hlc,
-    infer_type,
     parse_file_time,
     parse_hlc,
     resolved_of,
 )
 from icestream.sources.json_cells import lines, members
+from icestream.sources.json_columns import infer_type
 
 SECOND = 1_000_000_000
 NOON = 1_700_000_000 * SECOND

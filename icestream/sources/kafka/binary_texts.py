@@ -1,0 +1,227 @@
+"""Bytes and exact numbers as Kafka Connect writes them into JSON, for whole columns at once.
+
+Bytes are base64. A decimal is the bytes of its unscaled value, two's complement and big-endian; its
+scale is told apart from it.
+"""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from icestream.sources.compiled import Bytes, kernel, pointer
+
+# More digits after or before the point than this are no number that a database has.
+SCALE_MAX = 20_000
+DECIMAL_DIGITS_MAX = 38
+
+Positions = npt.NDArray[np.int32]
+Words = npt.NDArray[np.uint64]
+Mask = npt.NDArray[np.bool_]
+
+_ALPHABET = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
+_SIX_BITS = np.full(256, -1, dtype=np.int16)
+_SIX_BITS[np.frombuffer(_ALPHABET, dtype=np.uint8)] = np.arange(64)
+_PAD, _MINUS, _ZERO, _POINT = (ord(mark) for mark in "=-0.")
+_WORD_BYTES, _EIGHT, _TOP_BYTE = 16, np.uint64(8), np.uint64(56)
+_NONE, _ONE, _ALL = np.uint64(0), np.uint64(1), np.uint64(2**64 - 1)
+# The first number with more digits than a decimal holds, in two words.
+_LIMIT_HIGH, _LIMIT_LOW = (
+    np.uint64(10**DECIMAL_DIGITS_MAX >> 64),
+    np.uint64(10**DECIMAL_DIGITS_MAX % 2**64),
+)
+
+
+def from_base64(text: pa.StringArray) -> pa.BinaryArray:
+    """The bytes that each text stands for; ValueError when one is not base64 with its padding."""
+    data, offsets, valid = _parts(text)
+    target = np.empty(data.size // 4 * 3 + 3, dtype=np.uint8)
+    ends = np.zeros(len(text) + 1, dtype=np.int32)
+    if not _decode_base64(data, offsets, valid, target, ends):
+        raise ValueError("a text is not base64")
+    return _array(pa.binary(), ends, target, valid)
+
+
+def decimals(unscaled: pa.BinaryArray, scale: int) -> pa.Decimal128Array:
+    """Unscaled numbers as decimals of that scale; ValueError when one has more than 38 digits."""
+    words, wide, valid = _whole_numbers(unscaled)
+    if wide.any():
+        raise ValueError("a decimal has too many digits")
+    kind = pa.decimal128(DECIMAL_DIGITS_MAX, scale)
+    return _decimal_array(words, valid, kind)
+
+
+def decimal_texts(unscaled: pa.BinaryArray, scales: npt.NDArray[np.int32]) -> pa.StringArray:
+    """Unscaled numbers and their scales in plain notation, all digits of them."""
+    if np.any(np.abs(scales.astype(np.int64)) > SCALE_MAX):
+        raise ValueError("a decimal has an impossible scale")
+    words, wide, valid = _whole_numbers(unscaled)
+    digits = _decimal_array(words, valid, pa.decimal128(DECIMAL_DIGITS_MAX, 0)).cast(pa.string())
+    if wide.any():
+        # Rare: no more digits than fit a decimal are what databases have nearly always.
+        places = np.flatnonzero(wide)
+        numbers = [
+            str(int.from_bytes(each, signed=True))
+            for each in unscaled.take(pa.array(places)).to_pylist()
+        ]
+        digits = pa.array(_replaced(digits.to_pylist(), places.tolist(), numbers), pa.string())
+    return _with_points(digits, scales)
+
+
+def _replaced(texts: list[Any], places: list[int], others: list[str]) -> list[Any]:
+    for place, other in zip(places, others, strict=True):
+        texts[place] = other
+    return texts
+
+
+def _whole_numbers(unscaled: pa.BinaryArray) -> tuple[Words, Mask, Mask]:
+    """Numbers as two words each, low one first; which do not fit; which are there."""
+    data, offsets, valid = _parts(unscaled)
+    words = np.zeros((len(valid), 2), dtype=np.uint64)
+    wide = np.zeros(len(valid), dtype=np.bool_)
+    if not _read_numbers(data, offsets, valid, words, wide):
+        raise ValueError("a decimal has no bytes")
+    return words, wide, valid
+
+
+def _decimal_array(words: Words, valid: Mask, kind: pa.DataType) -> pa.Decimal128Array:
+    return pa.Array.from_buffers(kind, len(valid), [_validity(valid), pa.py_buffer(words)])
+
+
+def _with_points(digits: pa.StringArray, scales: npt.NDArray[np.int32]) -> pa.StringArray:
+    data, offsets, valid = _parts(digits)
+    room = data.size + int(np.abs(scales.astype(np.int64)).sum()) + 2 * len(digits)
+    target = np.empty(room, dtype=np.uint8)
+    ends = np.zeros(len(digits) + 1, dtype=np.int32)
+    _write_points(data, offsets, valid, scales, target, ends)
+    return _array(pa.string(), ends, target, valid)
+
+
+def _parts(array: pa.Array) -> tuple[Bytes, Positions, Mask]:
+    valid = np.ones(len(array), dtype=np.bool_)
+    if array.null_count:
+        valid = np.array(array.is_valid().to_numpy(zero_copy_only=False))
+    _, places, content = array.buffers()
+    if len(array) == 0 or places is None:
+        return np.zeros(0, dtype=np.uint8), np.zeros(1, dtype=np.int32), valid
+    offsets = np.frombuffer(places, dtype=np.int32)[array.offset : array.offset + len(array) + 1]
+    data = np.frombuffer(content or b"", dtype=np.uint8)
+    # Numba compiles once more for writable arrays, so all buffers look read-only to it.
+    data.flags.writeable = offsets.flags.writeable = False
+    return data, offsets, valid
+
+
+def _array(kind: pa.DataType, ends: Positions, target: Bytes, valid: Mask) -> pa.Array:
+    content = pa.py_buffer(target[: ends[-1]])
+    return pa.Array.from_buffers(kind, len(valid), [_validity(valid), pa.py_buffer(ends), content])
+
+
+def _validity(valid: Mask) -> pa.Buffer | None:
+    return None if valid.all() else pa.py_buffer(np.packbits(valid, bitorder="little"))
+
+
+@kernel
+def _decode_base64(
+    array: Bytes, offsets: Positions, valid: Mask, target: Bytes, ends: Positions
+) -> bool:
+    """Write the bytes of all texts; false when one is not base64."""
+    data = pointer(array)
+    size = 0
+    for row in range(valid.size):
+        ends[row] = size
+        if not valid[row]:
+            continue
+        start, end = int(offsets[row]), int(offsets[row + 1])
+        if (end - start) % 4:
+            return False
+        pads = 0
+        while pads < 2 and end > start and data[end - 1] == _PAD:
+            pads += 1
+            end -= 1
+        bits = count = 0
+        for place in range(start, end):
+            six = int(_SIX_BITS[data[place]])
+            if six < 0:
+                return False
+            bits = (bits << 6 | six) & 0xFFFFFF
+            count += 6
+            if count >= 8:
+                count -= 8
+                target[size] = (bits >> count) & 0xFF
+                size += 1
+        # What the padding cuts off is zero in the one right spelling.
+        if bits & ((1 << count) - 1) or (pads == 0 and count) or (pads and count == 0):
+            return False
+    ends[valid.size] = size
+    return True
+
+
+@kernel
+def _read_numbers(array: Bytes, offsets: Positions, valid: Mask, words: Words, wide: Mask) -> bool:
+    """Read big-endian numbers, and mark those with too many digits; false when one is empty."""
+    data = pointer(array)
+    for row in range(valid.size):
+        start, end = int(offsets[row]), int(offsets[row + 1])
+        if not valid[row]:
+            continue
+        if start == end:
+            return False
+        negative = data[start] >= 128
+        low = high = _ALL if negative else _NONE
+        sign_byte = 255 if negative else 0
+        for place in range(start, end):
+            # A byte that only repeats the sign may be shifted out, any other one is lost digits.
+            if high >> _TOP_BYTE != np.uint64(sign_byte):
+                wide[row] = True
+            high = high << _EIGHT | low >> _TOP_BYTE
+            low = low << _EIGHT | np.uint64(data[place])
+        if (high >> np.uint64(63) != _NONE) != negative:
+            wide[row] = True
+        size_low, size_high = low, high
+        if negative:
+            size_low = ~low + _ONE
+            size_high = ~high + (_ONE if size_low == _NONE else _NONE)
+        beyond = size_high > _LIMIT_HIGH
+        if beyond or (size_high == _LIMIT_HIGH and size_low >= _LIMIT_LOW):
+            wide[row] = True
+        if not wide[row]:
+            words[row, 0] = low
+            words[row, 1] = high
+    return True
+
+
+@kernel
+def _write_points(
+    array: Bytes,
+    offsets: Positions,
+    valid: Mask,
+    scales: Positions,
+    target: Bytes,
+    ends: Positions,
+) -> None:
+    """Write whole numbers with their last digits after a point, or with zeros at their end."""
+    data = pointer(array)
+    size = 0
+    for row in range(valid.size):
+        ends[row] = size
+        if not valid[row]:
+            continue
+        start, end, scale = int(offsets[row]), int(offsets[row + 1]), int(scales[row])
+        if data[start] == _MINUS:
+            target[size] = _MINUS
+            size += 1
+            start += 1
+        count = end - start
+        # The point comes before this digit; zeros fill up to it on either side.
+        for place in range(min(0, count - scale - 1), count):
+            if scale > 0 and place == count - scale:
+                target[size] = _POINT
+                size += 1
+            target[size] = data[start + place] if place >= 0 else _ZERO
+            size += 1
+        if scale < 0 and not (count == 1 and data[start] == _ZERO):
+            for _ in range(-scale):
+                target[size] = _ZERO
+                size += 1
+    ends[valid.size] = size

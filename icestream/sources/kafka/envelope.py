@@ -1,0 +1,475 @@
+"""What records do to rows: their envelopes taken apart, in whatever format they are written.
+
+`changes` works on fields and knows no format. `decode` is its front for the formats that need
+nothing but the record itself: JSON and plain text.
+
+Nothing is lost in silence: a record becomes a change, is one of those that say nothing about rows
+by their kind (Debezium's messages), or is rejected with a reason. Reasons never quote a record.
+"""
+
+import base64
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from icestream.change import Op
+from icestream.errors import ConfigInvalid
+from icestream.sources.json_cells import Cells, Kind, invalid_utf8, values
+from icestream.sources.kafka.json_fields import JsonField, with_schemas
+from icestream.sources.kafka.rows import Decoded, Field, Indices, Mask, Records, Rows
+from icestream.sources.kafka.text_fields import TextField
+
+Ops = npt.NDArray[np.int8]
+
+FORMATS = ("json", "string")
+OPERATIONS = {"insert": Op.INSERT, "update": Op.UPSERT, "delete": Op.DELETE}
+# How operations are spelled where nobody says otherwise, in any case of letters.
+USUAL_OPERATIONS = {
+    **dict.fromkeys(("i", "c", "r", "insert", "create", "read"), "insert"),
+    **dict.fromkeys(("u", "update"), "update"),
+    **dict.fromkeys(("d", "delete"), "delete"),
+}
+# What Debezium sends in place of a value that the database did not tell.
+UNAVAILABLE_VALUE = "__debezium_unavailable_value"
+# So many columns of a key can be told apart by the bits of a number.
+_KEY_COLUMNS_MAX = 62
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueOptions:
+    """How the records of a topic are written and what they mean."""
+
+    format: str = field(
+        default="json", metadata={"doc": "How values are written: `json` or `string`."}
+    )
+    envelope: str = field(
+        default="none",
+        metadata={
+            "doc": "What records are: `none` (rows to append), `upsert` (rows by key, null deletes "
+            "them), `cdc_field` (rows with their operation in a field) or `debezium`."
+        },
+    )
+    cdc_field: str = field(
+        default="",
+        metadata={"doc": "The value's member that tells the operation; a path with dots is fine."},
+    )
+    operations: Mapping[str, str] = field(
+        default_factory=dict,
+        metadata={
+            "doc": "What that member's texts mean: `insert`, `update` or `delete`. By default "
+            "I, U, D, c, r, u, d and the words themselves are known."
+        },
+    )
+    key: Sequence[str] = field(
+        default=(),
+        metadata={
+            "doc": "The columns that identify a row; those of the record's key by default. A key "
+            "that is no object is the value of the one column named here."
+        },
+    )
+    key_format: str = field(
+        default="json", metadata={"doc": "How keys are written: `json` or `string`."}
+    )
+    unavailable_value: str = field(
+        default=UNAVAILABLE_VALUE,
+        metadata={"doc": "Debezium's `unavailable.value.placeholder`."},
+    )
+
+    def __post_init__(self) -> None:
+        _refuse_unknown("format", self.format, FORMATS)
+        _refuse_unknown("key_format", self.key_format, FORMATS)
+        _refuse_unknown("envelope", self.envelope, list(_ENVELOPES))
+        for meaning in self.operations.values():
+            _refuse_unknown("operation", meaning, list(OPERATIONS))
+        if (self.envelope == "cdc_field") != bool(self.cdc_field):
+            raise ConfigInvalid(
+                "`envelope: cdc_field` and the option `cdc_field` need each other",
+                hint="Name the member that tells the operation, such as `cdc_field: op`.",
+            )
+        if self.format == "string" and self.envelope != "none":
+            raise ConfigInvalid(
+                f"plain text cannot be in the envelope {self.envelope}",
+                hint="Use `envelope: none`: each record is a row with the columns key and value.",
+            )
+
+
+def _refuse_unknown(what: str, name: str, known: Sequence[str]) -> None:
+    if name in known:
+        return
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f"Did you mean `{near[0]}`? " if near else ""
+    raise ConfigInvalid(
+        f"unknown {what} `{name}` of a topic's values", hint=f"{hint}Known: {', '.join(known)}."
+    )
+
+
+class _Verdicts:
+    """Which records are left, and why others are not; the first reason of a record counts."""
+
+    def __init__(self, records: int):
+        self._codes = np.zeros(records, dtype=np.uint8)
+        # The first two stand for a record that is left and for one that is passed over.
+        self._reasons = ["", ""]
+
+    def reject(self, chosen: Mask, reason: str) -> None:
+        """Take these records out and remember why."""
+        if chosen.any():
+            self._reasons.append(reason)
+            self._codes[chosen & (self._codes == 0)] = len(self._reasons) - 1
+
+    def skip(self, chosen: Mask) -> None:
+        """Take these records out: by their kind they say nothing about a row."""
+        self._codes[chosen & (self._codes == 0)] = 1
+
+    def kept(self) -> Indices:
+        """The records that are left."""
+        return np.flatnonzero(self._codes == 0)
+
+    def rejected(self) -> dict[int, str]:
+        """The reason of each rejected record."""
+        places = np.flatnonzero(self._codes > 1)
+        reasons = [self._reasons[code] for code in self._codes[places].tolist()]
+        return dict(zip(places.tolist(), reasons, strict=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Events:
+    """What an envelope held: the row of each record, null where only the key is known."""
+
+    row: Field
+    ops: Ops
+
+
+def changes(values: Field, keys: Field, options: ValueOptions) -> Decoded:
+    """The changes that records are, given their values and keys, in any format.
+
+    Keys that are missing or null are none. Places are those in the fields.
+    """
+    verdicts = _Verdicts(len(values))
+    events = _ENVELOPES[options.envelope](values, options, verdicts)
+    rows = _rows(events, keys, options, verdicts)
+    if options.envelope == "debezium":
+        for name, chosen in withheld(rows, options.unavailable_value).items():
+            verdicts.reject(
+                _everywhere(chosen, rows.records, len(values)),
+                f"the value of column {name} did not change and was not sent; set the table's "
+                "REPLICA IDENTITY to FULL so that PostgreSQL sends whole rows",
+            )
+    left = np.flatnonzero(np.isin(rows.records, verdicts.kept(), assume_unique=True))
+    if len(left) < len(rows):
+        rows = rows.take(left)
+    return Decoded(rows=rows, rejected=verdicts.rejected())
+
+
+def _everywhere(chosen: Mask, places: Indices, size: int) -> Mask:
+    """A mask over all records from one over those at some places."""
+    whole = np.zeros(size, dtype=np.bool_)
+    whole[places] = chosen
+    return whole
+
+
+def withheld(rows: Rows, placeholder: str) -> Mapping[str, Mask]:
+    """The columns, and which changes in them, whose value is only a stand-in for one not sent.
+
+    Debezium spells it as a string, as the base64 of one, as an array of it, as an array of its
+    bytes, or as a map from it to itself, as the column's type demands.
+    """
+    encoded = placeholder.encode()
+    spellings = [
+        placeholder,
+        base64.b64encode(encoded).decode(),
+        f'["{placeholder}"]',
+        f"[{','.join(map(str, encoded))}]",
+        f'{{"{placeholder}":"{placeholder}"}}',
+    ]
+    found = {}
+    for name, column in rows.columns.items():
+        text = column.text()
+        # Comparing lengths is quick, and nearly always enough.
+        sizes = pc.is_in(pc.binary_length(text), pa.array(map(len, spellings), pa.int32()))
+        if pc.any(sizes, min_count=0).as_py():
+            same = pc.is_in(text, value_set=pa.array(spellings, text.type))
+            chosen = np.asarray(same.to_numpy(zero_copy_only=False))
+            if chosen.any():
+                found[name] = chosen
+    return found
+
+
+def _appended(values: Field, options: ValueOptions, verdicts: _Verdicts) -> _Events:
+    verdicts.reject(
+        values.null(), "the record has no value; `envelope: upsert` makes it a delete by its key"
+    )
+    return _Events(row=values, ops=np.full(len(values), Op.INSERT, dtype=np.int8))
+
+
+def _upserted(values: Field, options: ValueOptions, verdicts: _Verdicts) -> _Events:
+    ops = np.where(values.null(), np.int8(Op.DELETE), np.int8(Op.UPSERT))
+    return _Events(row=values, ops=ops)
+
+
+def _told_by_field(values: Field, options: ValueOptions, verdicts: _Verdicts) -> _Events:
+    meanings = options.operations or USUAL_OPERATIONS
+    tombstone = values.null()
+    teller: Field | None = values
+    for name in options.cdc_field.split("."):
+        teller = teller.members().get(name) if teller else None
+    if teller is None:
+        verdicts.reject(~tombstone, f"the record lacks the member {options.cdc_field}")
+        return _Events(row=values, ops=np.full(len(values), Op.DELETE, dtype=np.int8))
+    text = teller.text()
+    ops = _operations(text if options.operations else pc.utf8_lower(text), meanings)
+    verdicts.reject(teller.null() & ~tombstone, f"the record lacks the member {options.cdc_field}")
+    verdicts.reject(
+        (ops < 0) & ~tombstone,
+        f"the member {options.cdc_field} tells no operation that `operations` knows",
+    )
+    return _Events(row=values, ops=np.where(tombstone, np.int8(Op.DELETE), ops))
+
+
+def _operations(text: pa.Array, meanings: Mapping[str, str]) -> Ops:
+    """What each text means by a mapping, -1 for what is not in it."""
+    known = pa.array(list(meanings), text.type)
+    found = pc.fill_null(pc.index_in(text, value_set=known), len(meanings))
+    ops = [*(OPERATIONS[meaning] for meaning in meanings.values()), -1]
+    return np.asarray(np.array(ops, dtype=np.int8)[found.to_numpy(zero_copy_only=False)])
+
+
+def _from_debezium(values: Field, options: ValueOptions, verdicts: _Verdicts) -> _Events:
+    tombstone = values.null()
+    parts = values.members()
+    if "op" not in parts:
+        _reject_others(parts, ~tombstone, verdicts)
+        return _Events(row=values, ops=np.full(len(values), Op.DELETE, dtype=np.int8))
+    text = parts["op"].text()
+    is_op = {op: _equal(text, op) for op in "crudtm"}
+    _reject_others(parts, ~tombstone & parts["op"].null(), verdicts)
+    verdicts.skip(is_op["m"])
+    verdicts.reject(
+        is_op["t"], "the table was truncated at the source; truncate the target's table by hand"
+    )
+    written = is_op["c"] | is_op["r"] | is_op["u"]
+    deleted = is_op["d"] | tombstone
+    verdicts.reject(~written & ~deleted, "the event's `op` is none of Debezium's")
+    nothing = np.ones(len(values), dtype=np.bool_)
+    after, before = parts.get("after"), parts.get("before")
+    verdicts.reject(
+        written & (nothing if after is None else after.null()),
+        "the event has no row after the change",
+    )
+    # Debezium delivers at least once, so that an insert may come twice.
+    ops = np.where(deleted, np.int8(Op.DELETE), np.int8(Op.UPSERT))
+    if after is None or before is None or before.missing().all() or not deleted.any():
+        return _Events(row=after or before or values, ops=ops)
+    return _Events(row=after.where(written, before), ops=ops)
+
+
+def _equal(text: pa.Array, value: str) -> Mask:
+    same = pc.fill_null(pc.equal(text, value), False)
+    return np.asarray(same.to_numpy(zero_copy_only=False))
+
+
+def _reject_others(parts: Mapping[str, Field], chosen: Mask, verdicts: _Verdicts) -> None:
+    """Reject what Debezium writes beside change events, each with its name."""
+    if not chosen.any():
+        return
+    for member, what in (
+        ("ddl", "the record is a schema change of Debezium's, which belongs to no table"),
+        ("status", "the record is a transaction's boundary of Debezium's, not a change of a row"),
+    ):
+        if member in parts:
+            verdicts.reject(chosen & ~parts[member].missing(), what)
+    if "ts_ms" in parts:
+        alone = chosen & ~parts["ts_ms"].missing()
+        for name, part in parts.items():
+            alone = alone & (part.missing() | (name == "ts_ms"))
+        verdicts.reject(alone, "the record is a heartbeat of Debezium's, not a change of a row")
+    verdicts.reject(chosen, "the record is no change event of Debezium's: it has no `op`")
+
+
+# What each envelope's records are.
+_ENVELOPES: dict[str, Callable[[Field, ValueOptions, _Verdicts], _Events]] = {
+    "none": _appended,
+    "upsert": _upserted,
+    "cdc_field": _told_by_field,
+    "debezium": _from_debezium,
+}
+
+
+def _rows(events: _Events, keys: Field, options: ValueOptions, verdicts: _Verdicts) -> Rows:
+    """The changes of the records that are left, with the columns of their keys."""
+    kept = verdicts.kept()
+    size = len(events.ops)
+    row, ops = events.row, events.ops
+    if len(kept) < size:
+        row, keys, ops = row.take(kept), keys.take(kept), ops[kept]
+    columns = dict(row.members())
+    present = np.zeros(len(kept), dtype=np.bool_)
+    for column in columns.values():
+        present |= ~column.missing()
+    verdicts.reject(
+        _everywhere(~present & (ops != Op.DELETE), kept, size), "the row is no object with columns"
+    )
+    if options.envelope == "none":
+        return Rows(records=kept, ops=ops, columns=columns)
+    key, key_columns, odd = _key(keys, options)
+    verdicts.reject(
+        _everywhere(odd, kept, size),
+        "the record's key has other columns than the keys around it; name the columns that "
+        "identify a row with `key`",
+    )
+    lacking = np.full(len(kept), not key)
+    for name, told in key_columns.items():
+        lacking |= ~told.here if name not in columns else False
+        columns[name] = _filled(columns[name], told) if name in columns else told.column
+    for name in key:
+        lacking |= columns[name].null() if name in columns else True
+    needing = (ops != Op.INSERT) if not key else np.ones(len(kept), dtype=np.bool_)
+    verdicts.reject(
+        _everywhere(lacking & needing, kept, size),
+        "the change has no key; name the columns that identify a row with `key`",
+    )
+    return Rows(records=kept, ops=ops, columns=columns, key=key)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Told:
+    """What records' keys tell of a column, and which of them do."""
+
+    column: Field
+    here: Mask
+
+
+def _filled(column: Field, told: _Told) -> Field:
+    """The column, with what keys tell where it has nothing itself."""
+    wanted = column.missing() & told.here
+    return column.where(~wanted, told.column) if wanted.any() else column
+
+
+def _key(keys: Field, options: ValueOptions) -> tuple[list[str], dict[str, _Told], Mask]:
+    """The key's columns, what records' keys tell of them, and whose key has other columns.
+
+    Without the option the columns are those that most keys have.
+    """
+    parts = keys.members()
+    told = {name: _Told(column=part, here=~part.missing()) for name, part in parts.items()}
+    objects = np.zeros(len(keys), dtype=np.bool_)
+    for each in told.values():
+        objects |= each.here
+    if not options.key:
+        names, odd = _usual_columns(told, objects)
+        return names, {name: told[name] for name in names}, odd
+    plain = ~objects & ~keys.null()
+    if len(options.key) == 1 and plain.any():
+        name = options.key[0]
+        column = keys.where(plain, told[name].column) if name in told else keys
+        here = plain | told[name].here if name in told else plain
+        told[name] = _Told(column=column, here=here)
+    named = {name: told[name] for name in options.key if name in told}
+    return list(options.key), named, np.zeros(len(keys), dtype=np.bool_)
+
+
+def _usual_columns(told: Mapping[str, _Told], objects: Mask) -> tuple[list[str], Mask]:
+    """The names that most keys have, and which keys have others."""
+    if all(np.array_equal(part.here, objects) for part in told.values()):
+        return list(told), np.zeros(len(objects), dtype=np.bool_)
+    shapes = np.zeros(len(objects), dtype=np.int64)
+    for number, part in enumerate(list(told.values())[:_KEY_COLUMNS_MAX]):
+        shapes |= part.here.astype(np.int64) << number
+    found, counts = np.unique(shapes[objects], return_counts=True)
+    usual = int(found[np.argmax(counts)])
+    names = [name for number, name in enumerate(told) if usual >> number & 1]
+    return names, objects & (shapes != usual)
+
+
+def decode(records: Records, options: ValueOptions) -> Decoded:
+    """The changes that records of JSON or plain text are."""
+    if options.format == "string":
+        return _plain_rows(records)
+    said, keys, rejected = _json_fields(records, options)
+    fine = np.ones(len(records), dtype=np.bool_)
+    fine[list(rejected)] = False
+    if fine.all():
+        return changes(said, keys, options)
+    left = np.flatnonzero(fine)
+    decoded = changes(said.take(left), keys.take(left), options)
+    rows = replace(decoded.rows, records=left[decoded.rows.records])
+    later = {int(left[place]): reason for place, reason in decoded.rejected.items()}
+    return Decoded(rows=rows, rejected={**rejected, **later})
+
+
+def _json_fields(
+    records: Records, options: ValueOptions
+) -> tuple[JsonField, JsonField, dict[int, str]]:
+    """Values and keys, taken out of Connect's pairs, and the records where one is broken."""
+    if options.envelope == "none":
+        cells, broken = values(records.values)
+        said, rejected = _understood(cells, broken, "value")
+        return said, JsonField.untyped(cells.only()), rejected
+    keys = _quoted(records.keys) if options.key_format == "string" else records.keys
+    # Columns mix what keys and values say, so both must lie in one buffer.
+    both = pa.concat_arrays([keys.cast(pa.binary()), records.values.cast(pa.binary())])
+    cells, broken = values(both)
+    size = len(records)
+    first, second = (cells.take(np.arange(start, start + size)) for start in (0, size))
+    of_keys = {row: reason for row, reason in broken.items() if row < size}
+    of_values = {row - size: reason for row, reason in broken.items() if row >= size}
+    key, rejected = _understood(first, of_keys, "key")
+    said, others = _understood(second, of_values, "value")
+    return said, _plain_or_named(key), {**rejected, **others}
+
+
+def _understood(
+    cells: Cells, broken: Mapping[int, str], what: str
+) -> tuple[JsonField, dict[int, str]]:
+    said, unknown = with_schemas(cells)
+    rejected = {row: f"the record's {what} is not JSON: {why}" for row, why in broken.items()}
+    return said, {**rejected, **{row: f"in the {what}: {why}" for row, why in unknown.items()}}
+
+
+def _plain_or_named(keys: JsonField) -> JsonField:
+    """Keys, without those that name no column and are no plain value: arrays and empty objects."""
+    named = np.zeros(len(keys), dtype=np.bool_)
+    for part in keys.members().values():
+        named |= ~part.missing()
+    kinds = keys.cells.kinds
+    useless = (kinds == Kind.ARRAY) | ((kinds == Kind.OBJECT) & ~named)
+    if not useless.any():
+        return keys
+    return replace(keys, cells=keys.cells.where(~useless, keys.cells.only()))
+
+
+def _quoted(texts: pa.Array) -> pa.Array:
+    """Plain texts as JSON strings; what is not UTF-8 is left as it is, and is no JSON either."""
+    broken = pa.array(invalid_utf8(texts))
+    text = pc.if_else(broken, pa.scalar(b"", pa.binary()), texts.cast(pa.binary()))
+    escaped = text.cast(pa.string())
+    for mark in ("\\", '"'):
+        escaped = pc.replace_substring(escaped, mark, f"\\{mark}")
+    if pc.any(pc.match_substring_regex(escaped, r"[\x00-\x1f]"), min_count=0).as_py():
+        for number in range(0x20):
+            escaped = pc.replace_substring(escaped, chr(number), f"\\u{number:04x}")
+    quote = pa.scalar('"')
+    whole = pc.binary_join_element_wise(quote, escaped, quote, pa.scalar(""))
+    return pc.if_else(broken, texts.cast(pa.binary()), whole.cast(pa.binary()))
+
+
+def _plain_rows(records: Records) -> Decoded:
+    """Each record as a row of its value and its key, both as they are."""
+    verdicts = _Verdicts(len(records))
+    absent = np.asarray(records.values.is_null().to_numpy(zero_copy_only=False))
+    verdicts.reject(absent, "the record has no value")
+    verdicts.reject(invalid_utf8(records.values), "the record's value is not UTF-8")
+    verdicts.reject(invalid_utf8(records.keys), "the record's key is not UTF-8")
+    kept = verdicts.kept()
+    columns = {
+        name: TextField(array=array.take(pa.array(kept)).cast(pa.string()))
+        for name, array in (("key", records.keys), ("value", records.values))
+    }
+    ops = np.full(len(kept), Op.INSERT, dtype=np.int8)
+    rows = Rows(records=kept, ops=ops, columns=columns)
+    return Decoded(rows=rows, rejected=verdicts.rejected())

@@ -1,0 +1,57 @@
+"""Columns of plain text: values that are no more than the characters they are."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyiceberg.types import IcebergType, StringType
+
+from icestream.errors import Broken
+from icestream.schema import cast_text
+from icestream.sources.kafka.rows import Field, Indices, Mask
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TextField:
+    """Text, null where a record has none, as a `Field`."""
+
+    array: pa.StringArray
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    def missing(self) -> Mask:
+        """Where a record does not have this field at all."""
+        return np.asarray(self.array.is_null().to_numpy(zero_copy_only=False))
+
+    def null(self) -> Mask:
+        """Where the field is missing, which is the only way for it to be null."""
+        return self.missing()
+
+    def take(self, indices: Indices) -> "TextField":
+        """The values at these places, in this order."""
+        return TextField(array=self.array.take(pa.array(indices)))
+
+    def where(self, chosen: Mask, other: Field) -> "TextField":
+        """Its own values where `chosen`, those of another field of the same records elsewhere."""
+        if not isinstance(other, TextField):
+            raise Broken("fields of one format are mixed with each other alone")
+        return TextField(array=pc.if_else(pa.array(chosen), self.array, other.array))
+
+    def members(self) -> Mapping[str, "TextField"]:
+        """None: text has no parts."""
+        return {}
+
+    def type(self) -> IcebergType | None:
+        """Text, always."""
+        return StringType()
+
+    def text(self) -> pa.Array:
+        """The values themselves."""
+        return self.array
+
+    def cast(self, name: str, kind: IcebergType, arrow_type: pa.DataType) -> pa.Array:
+        """The values in the type of a table's column; `SchemaRejected` when one does not fit."""
+        return cast_text(self.array, name, kind, arrow_type)
