@@ -79,7 +79,13 @@ class PipelineConfig:
     source: CockroachdbOptions | PostgresOptions | KafkaOptions | IcebergSourceOptions
     sink: IcebergSinkOptions | OpenSearchOptions
     cadence: Cadence = field(default_factory=Cadence)
-    on_error: str = STOP
+    on_error: str = field(
+        default=STOP,
+        metadata={
+            "doc": "What becomes of a record of a topic that cannot be taken: `stop`, or "
+            "`dead_letter`, which keeps it in the table `<table>__dead_letters`."
+        },
+    )
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):

@@ -9,12 +9,14 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 from icestream.cli import _parser
-from icestream.config import SparkOptions
+from icestream.config import PipelineConfig, SparkOptions
 from icestream.pipeline import Cadence
-from icestream.sinks.iceberg import IcebergSinkOptions, TableOptions
+from icestream.sinks.iceberg import IcebergSinkOptions, RouteOptions, TableOptions
 from icestream.sinks.opensearch import OpenSearchOptions
 from icestream.sources.cockroachdb import CockroachdbOptions
 from icestream.sources.iceberg import IcebergSourceOptions, IcebergTableOptions
+from icestream.sources.kafka import KafkaOptions
+from icestream.sources.kafka.envelope import ValueOptions
 from icestream.sources.postgres import PostgresOptions
 from icestream.sources.postgres.decode import TYPE_RULES
 
@@ -23,10 +25,13 @@ SECTIONS: Mapping[str, type] = {
     "Every pipeline": Cadence,
     "source.postgres": PostgresOptions,
     "source.cockroachdb": CockroachdbOptions,
+    "source.kafka": KafkaOptions,
+    "source.kafka.value": ValueOptions,
     "source.iceberg": IcebergSourceOptions,
     "source.iceberg.tables": IcebergTableOptions,
     "sink.iceberg": IcebergSinkOptions,
     "sink.iceberg.tables.<table>, or `*` for all": TableOptions,
+    "sink.iceberg.route": RouteOptions,
     "sink.opensearch": OpenSearchOptions,
     "spark": SparkOptions,
 }
@@ -43,6 +48,8 @@ def configuration() -> str:
     for title, kind in SECTIONS.items():
         lines += ["", f"## {title}", "", "| option | default | meaning |", "|---|---|---|"]
         lines += [_row(option) for option in dataclasses.fields(kind)]
+        if kind is Cadence:
+            lines += [_row(o) for o in dataclasses.fields(PipelineConfig) if o.name == "on_error"]
     return "\n".join(lines) + "\n"
 
 
@@ -53,7 +60,8 @@ def _row(option: "dataclasses.Field[object]") -> str:
     if option.metadata.get("unit") == "duration":
         shown = f"`PT{default:g}S`" if default else "none"
     else:
-        shown = f"`{default}`" if default or default == 0 else "none"
+        nested = dataclasses.is_dataclass(default)
+        shown = f"`{default}`" if (default or default == 0) and not nested else "none"
     return f"| `{option.name}` | {shown} | {option.metadata['doc']} |"
 
 

@@ -387,6 +387,7 @@ def test_an_epoch_that_only_some_tables_took_is_finished(topics, monkeypatch):
     monkeypatch.setattr(failpoints, "reach", crash)
     with pytest.raises(MemoryError):
         topics.run(document)
+    # From here on nothing dies.
     monkeypatch.undo()
     topics.run(document)
     for number in range(3):

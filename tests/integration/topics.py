@@ -38,15 +38,18 @@ class Topics:
         self._spark = spark
         self._catalog = catalog
         self.lake = Lake(spark, catalog)
-        self._producer = Producer({"bootstrap.servers": broker.bootstrap_servers, "linger.ms": 5})
+        # Level 0 keeps it quiet about brokers that a test stops.
+        settings = {"bootstrap.servers": broker.bootstrap_servers, "linger.ms": 5, "log_level": 0}
+        self._producer = Producer(settings)
 
     def name(self, topic: str) -> str:
         """The topic's full name: all tests share the broker."""
         return f"{self._prefix}.{topic}"
 
     def create(self, topic: str, partitions: int = 1, config: Mapping[str, str] = {}) -> str:
-        """A new topic."""
-        self.broker.create_topic(self.name(topic), partitions, config)
+        """A new topic; records stay however old their timestamps are."""
+        kept = {"retention.ms": "-1", **config}
+        self.broker.create_topic(self.name(topic), partitions, kept)
         return self.name(topic)
 
     def send(

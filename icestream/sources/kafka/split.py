@@ -7,7 +7,7 @@ Read twice, anywhere, a range gives the same changes: offsets never change what 
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from icestream.schema import TableShape, joined_shapes
 from icestream.sources import SplitsLost, TablesMissing, Targets
 from icestream.sources.kafka.changes import TableRows, no_key, ordered, shape_of
 from icestream.sources.kafka.consumer import Range, read_range
-from icestream.sources.kafka.envelope import NONE, ValueOptions, decode
+from icestream.sources.kafka.envelope import ValueOptions, decode
 from icestream.sources.kafka.route import Route
 from icestream.sources.kafka.rows import Indices, Records, Rows
 
@@ -78,6 +78,18 @@ class Reading:
     read_timeout: float
     dead_letters: bool
     keyed: bool
+
+    @property
+    def only_added(self) -> bool:
+        """Whether every record is a new row, whatever was there."""
+        return self.value.envelope == "none"
+
+    def value_of(self, topic: str) -> ValueOptions:
+        """What records of a topic are, with the key that its table is given."""
+        tables = [topic] if self.route.by_topic() else list(self.route.tables)
+        keys = {tuple(self.keys.of(table)) for table in tables} or {tuple(self.keys.otherwise)}
+        given = keys.pop() if len(keys) == 1 else ()
+        return self.value if self.value.key else replace(self.value, key=given)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -149,7 +161,7 @@ class _Tables:
         self, where: Range, records: Records, at: Indices
     ) -> Iterator[tuple[str, pa.Table]]:
         """The changes in some records; `at` is a time for each that never goes back."""
-        decoded = decode(records, self._reading.value)
+        decoded = decode(records, self._reading.value_of(where.topic))
         route = self._reading.route
         strays = decoded.rows.records[route.strays(decoded.rows)].tolist()
         rejected = {**decoded.rejected, **dict.fromkeys(strays, "the record belongs to no table")}
@@ -171,7 +183,7 @@ class _Tables:
             schema_json, key = self._targets.schema_json(table), self._targets.key(table)
             declared = self._reading.declared.get(table, {})
             self._rows[table] = TableRows(table, schema_json, key, declared)
-            self._rows[table].refuse_unfit(only_added=self._reading.value.envelope == NONE)
+            self._rows[table].refuse_unfit(only_added=self._reading.only_added)
         return self._rows[table]
 
     def _miss(self, table: str, rows: Rows) -> None:
@@ -179,9 +191,8 @@ class _Tables:
         kept = np.flatnonzero(rows.ops != Op.DELETE)
         if not len(kept):
             return
-        only_added = self._reading.value.envelope == NONE
-        key = () if only_added else self._reading.keys.of(table) or rows.key
-        if not only_added and not key:
+        key = () if self._reading.only_added else self._reading.keys.of(table) or rows.key
+        if not self._reading.only_added and not key:
             raise no_key(table)
         shape = shape_of(rows.take(kept), key, self._reading.declared.get(table, {}))
         self.missing = joined_shapes(self.missing, {table: shape})

@@ -189,8 +189,8 @@ def test_a_partition_that_gives_nothing_is_left_out(cluster, monkeypatch):
     assert offsets(upper) == {"0": 10}
     one.learn([read(0, 10, 5)])
     assert one.summary(epoch(START, upper)) == {}
-    # Half a minute is waited for in no test.
     clock = kafka.time.monotonic() + 31
+    # Half a minute is waited for in no test.
     monkeypatch.setattr(kafka.time, "monotonic", lambda: clock)
     (later,) = one.available(upper)
     assert offsets(later) == {"0": 10, "1": 10}
@@ -215,7 +215,7 @@ def test_the_valid_through_time_is_that_of_the_slowest_partition(cluster):
 def test_partitions_share_the_workers(cluster):
     """E5: many small partitions are few splits, and so few files."""
     cluster.ends = {("t", number): (0, 10 + number) for number in range(64)}
-    one = source(workers=2)
+    one = source(rows=10**6, workers=2)
     (upper,) = one.available(START)
     splits = one.splits(epoch(START, upper))
     sizes = [sum(r.end - r.start for r in split.ranges) for split in splits]
