@@ -47,9 +47,10 @@ test-unit: setup ## unit and property tests, no server
 test-servers: setup ## tests on real servers; K=name picks some
 	$(PYTEST) -q tests/integration $(if $(K),-k $(K))
 
-test-faults: setup ## kill at random for BUDGET minutes, and PostgreSQL pipelines KILLS times
+test-faults: setup ## kill at random for BUDGET minutes, and pipelines of PostgreSQL and Kafka KILLS times
 	$(BIN)/python -m tests.faults.rounds --minutes $(BUDGET) $(if $(SEED),--seed $(SEED))
 	$(BIN)/python -m tests.faults.kills --kills $(KILLS) $(if $(SEED),--seed $(SEED))
+	$(BIN)/python -m tests.faults.kafka_kills --kills $(KILLS) $(if $(SEED),--seed $(SEED))
 
 sim: setup ## simulate the commit protocol for BUDGET minutes; SEED= repeats a run
 	$(BIN)/python -m tests.property.simulation --minutes $(BUDGET) $(if $(SEED),--seed $(SEED))

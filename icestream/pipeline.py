@@ -240,7 +240,8 @@ class Pipeline:
             return
         self._retry(lambda: self._source.available(epoch.lower))
         others = {*resume.carriers, *behind}
-        splits = [s for s in self._source.splits(epoch) if not others.issuperset(s.tables)]
+        parts = self._source.splits(epoch)
+        splits = [s for s in parts if not s.tables or not others.issuperset(s.tables)]
         written = self._write(epoch, splits, len(resume.carriers), others=others)
         missing = resume.tables - len(resume.carriers)
         found = {str(json.loads(report)["table"]) for report in written.reports} | written.emptied
@@ -279,7 +280,8 @@ class Pipeline:
                 bounds.extend(upper for upper in ahead if self._durable.covers(upper))
             upper = bounds.popleft() if bounds else self._durable
             epoch = self._mint(lower, upper)
-            splits = [s for s in self._source.splits(epoch) if table in s.tables]
+            parts = self._source.splits(epoch)
+            splits = [s for s in parts if not s.tables or table in s.tables]
             last = upper == self._durable
             others = {name for name in self._source.tables() if name != table}
             written = self._write(epoch, splits, 0, replaying=not last, others=others)

@@ -32,7 +32,7 @@ from icestream.change import AT, OP, Op
 from icestream.errors import Broken, DataRejected, IcestreamError, check
 from icestream.schema import SchemaGap
 from icestream.sinks import Writer
-from icestream.sources import FrameSplit, Split, TablesMissing, ValuesNeeded
+from icestream.sources import FrameSplit, Split, TablesMissing, TableSplit, ValuesNeeded
 from icestream.sources.iceberg import changelog
 from icestream.spark import Row, attempt_number, run_frame, run_tasks
 
@@ -268,11 +268,15 @@ def _together(needed: Sequence[ValuesNeeded]) -> ValuesNeeded:
 
 def _shares(splits: Sequence[Split], writer: Writer, keyed: bool, parallelism: int) -> Shares:
     """Tables whose changes lie in one split need no shuffle, whatever the source promises."""
-    counts = Counter(table for split in splits for table in split.tables)
+    if keyed:
+        return Shares(starts={}, each=parallelism)
+    named = Counter(table for split in splits for table in split.tables)
+    # A split of many tables may meet more of them than it knows.
+    anything = sum(not isinstance(split, TableSplit) for split in splits)
     shared = [
         table
-        for table in sorted(counts)
-        if not keyed and counts[table] > 1 and table in writer.tables() and writer.key(table)
+        for table in sorted(writer.tables())
+        if named[table] + anything > 1 and writer.key(table)
     ]
     starts = {table: 1 + number * parallelism for number, table in enumerate(shared)}
     return Shares(starts=starts, each=parallelism)

@@ -76,7 +76,10 @@ class Part(Protocol):
 
     @property
     def tables(self) -> Collection[str]:
-        """The tables, by their names at the source, that it is known to have changes of."""
+        """The tables, by their names at the source, that it is known to have changes of.
+
+        Empty when only reading tells.
+        """
         ...
 
     @property

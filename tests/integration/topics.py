@@ -38,9 +38,6 @@ class Topics:
         self._spark = spark
         self._catalog = catalog
         self.lake = Lake(spark, catalog)
-        # Level 0 keeps it quiet about brokers that a test stops.
-        settings = {"bootstrap.servers": broker.bootstrap_servers, "linger.ms": 5, "log_level": 0}
-        self._producer = Producer(settings)
 
     def name(self, topic: str) -> str:
         """The topic's full name: all tests share the broker."""
@@ -56,12 +53,14 @@ class Topics:
         self, topic: str, records: Iterable[tuple[Any, Any]], partition: int = -1, at: int = 0
     ) -> None:
         """Records of key and value; a key decides the partition unless one is named."""
+        # A producer that was there before would not know of new partitions.
+        producer = Producer({"bootstrap.servers": self.broker.bootstrap_servers, "linger.ms": 5})
         for key, value in records:
-            self._producer.produce(
+            producer.produce(
                 self.name(topic), as_bytes(value), as_bytes(key), partition, timestamp=at
             )
-            self._producer.poll(0)
-        assert self._producer.flush(FLUSH_SECONDS) == 0
+            producer.poll(0)
+        assert producer.flush(FLUSH_SECONDS) == 0
 
     def transaction(self, topic: str, records: Iterable[tuple[Any, Any]], *, commit: bool) -> None:
         """Records of a transaction of their own."""
@@ -104,7 +103,9 @@ class Topics:
         return sorted(rows, key=lambda row: tuple(str(row[name]) for name in order or sorted(row)))
 
     def epochs(self, table: str) -> list[dict[str, Any]]:
-        """The table's snapshots that publish an epoch."""
+        """The table's snapshots that publish an epoch; none while there is no table."""
+        if not self._spark.catalog.tableExists(self.lake.table(f"{NAMESPACE}.{table}")):
+            return []
         return self.lake.epochs(f"{NAMESPACE}.{table}")
 
 
