@@ -151,7 +151,9 @@ class Cells:
 
     def only(self, *kinds: Kind) -> "Cells":
         """The same cells, but missing where they are of no such kind."""
-        fitting = np.isin(self.kinds, kinds)
+        wanted = np.zeros(256, dtype=np.bool_)
+        wanted[list(kinds)] = True
+        fitting = wanted[self.kinds]
         if fitting.all():
             return self
         missing = np.uint8(Kind.MISSING)

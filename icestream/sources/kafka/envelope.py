@@ -11,6 +11,7 @@ import base64
 import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -130,6 +131,10 @@ class _Verdicts:
         """The records that are left."""
         return np.flatnonzero(self._codes == 0)
 
+    def left(self, records: Indices) -> Mask:
+        """Which of these records are left."""
+        return np.asarray(self._codes[records] == 0)
+
     def rejected(self) -> dict[int, str]:
         """The reason of each rejected record."""
         places = np.flatnonzero(self._codes > 1)
@@ -160,7 +165,7 @@ def changes(values: Field, keys: Field, options: ValueOptions) -> Decoded:
                 f"the value of column {name} did not change and was not sent; set the table's "
                 "REPLICA IDENTITY to FULL so that PostgreSQL sends whole rows",
             )
-    left = np.flatnonzero(np.isin(rows.records, verdicts.kept(), assume_unique=True))
+    left = np.flatnonzero(verdicts.left(rows.records))
     if len(left) < len(rows):
         rows = rows.take(left)
     return Decoded(rows=rows, rejected=verdicts.rejected())
@@ -187,17 +192,25 @@ def withheld(rows: Rows, placeholder: str) -> Mapping[str, Mask]:
         f"[{','.join(map(str, encoded))}]",
         f'{{"{placeholder}":"{placeholder}"}}',
     ]
-    found = {}
-    for name, column in rows.columns.items():
-        text = column.text()
-        # Comparing lengths is quick, and nearly always enough.
-        sizes = pc.is_in(pc.binary_length(text), pa.array(map(len, spellings), pa.int32()))
-        if pc.any(sizes, min_count=0).as_py():
-            same = pc.is_in(text, value_set=pa.array(spellings, text.type))
-            chosen = np.asarray(same.to_numpy(zero_copy_only=False))
-            if chosen.any():
-                found[name] = chosen
-    return found
+    masks = {name: _is_any(column, spellings) for name, column in rows.columns.items()}
+    return {name: chosen for name, chosen in masks.items() if chosen.any()}
+
+
+@runtime_checkable
+class Comparable(Protocol):
+    """A field that knows a quicker way to find values than by the text of them all."""
+
+    def is_any(self, spellings: Sequence[str]) -> Mask:
+        """Where a value's text is one of these."""
+        ...
+
+
+def _is_any(column: Field, spellings: Sequence[str]) -> Mask:
+    if isinstance(column, Comparable):
+        return column.is_any(spellings)
+    text = column.text()
+    same = pc.is_in(text, value_set=pa.array(spellings, text.type))
+    return np.asarray(same.to_numpy(zero_copy_only=False))
 
 
 def _appended(values: Field, options: ValueOptions, verdicts: _Verdicts) -> _Events:
@@ -440,7 +453,7 @@ def _plain_or_named(keys: JsonField) -> JsonField:
     useless = (kinds == Kind.ARRAY) | ((kinds == Kind.OBJECT) & ~named)
     if not useless.any():
         return keys
-    return replace(keys, cells=keys.cells.where(~useless, keys.cells.only()))
+    return replace(keys, cells=keys.cells.where(~useless, keys.cells.only()), parts=None)
 
 
 def _quoted(texts: pa.Array) -> pa.Array:

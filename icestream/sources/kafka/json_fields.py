@@ -8,12 +8,13 @@ schemas: each value knows its own, and a column is converted schema by schema.
 import itertools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from decimal import InvalidOperation
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 from pyiceberg.types import IcebergType, ListType, MapType, StructType
 
 from icestream.errors import Broken, SchemaRejected
@@ -39,16 +40,21 @@ SCHEMA, PAYLOAD = "schema", "payload"
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class JsonField:
-    """JSON values as a `Field`; `numbers` says which of `schemas` each value comes under."""
+    """JSON values as a `Field`; `numbers` says which of `schemas` each value comes under.
+
+    `parts` are the members of its objects where somebody has looked for them already.
+    """
 
     cells: Cells
     schemas: Schemas
     numbers: Numbers
+    parts: Mapping[str, Cells] | None = None
 
     @staticmethod
-    def untyped(cells: Cells) -> "JsonField":
+    def untyped(cells: Cells, parts: Mapping[str, Cells] | None = None) -> "JsonField":
         """Values that come without a schema."""
-        return JsonField(cells=cells, schemas=(None,), numbers=np.zeros(len(cells), dtype=np.int32))
+        numbers = np.zeros(len(cells), dtype=np.int32)
+        return JsonField(cells=cells, schemas=(None,), numbers=numbers, parts=parts)
 
     def __len__(self) -> int:
         return len(self.cells)
@@ -63,7 +69,13 @@ class JsonField:
 
     def take(self, indices: Indices) -> "JsonField":
         """The values at these places, in this order."""
-        return replace(self, cells=self.cells.take(indices), numbers=self.numbers[indices])
+        parts = self.parts and {name: part.take(indices) for name, part in self.parts.items()}
+        return JsonField(
+            cells=self.cells.take(indices),
+            schemas=self.schemas,
+            numbers=self.numbers[indices],
+            parts=parts,
+        )
 
     def where(self, chosen: Mask, other: Field) -> "JsonField":
         """Its own values where `chosen`, those of another field of the same records elsewhere."""
@@ -82,7 +94,7 @@ class JsonField:
 
     def members(self) -> Mapping[str, "JsonField"]:
         """The parts of objects by name; missing where a value is no object or lacks the part."""
-        found = members(self.cells.only(Kind.OBJECT))
+        found = self.parts or members(self.cells.only(Kind.OBJECT))
         return {name: self._member(name, cells) for name, cells in found.items()}
 
     def _member(self, name: str, cells: Cells) -> "JsonField":
@@ -102,6 +114,26 @@ class JsonField:
     def text(self) -> pa.Array:
         """The values as text, null where the field is null."""
         return self.cells.text()
+
+    def is_any(self, spellings: Sequence[str]) -> Mask:
+        """Where a value's text is one of these; blanks inside of arrays and objects do not count.
+
+        Reads no more than it must: a string that spells ASCII with escapes is not recognized.
+        """
+        kinds, sizes = self.cells.kinds, self.cells.ends - self.cells.starts
+        lengths = [len(text.encode()) for text in spellings]
+        strings = (kinds == Kind.STRING) & np.isin(sizes, [length + 2 for length in lengths])
+        nested = (kinds >= Kind.OBJECT) & (sizes >= min(lengths))
+        found = strings | nested
+        places = np.flatnonzero(found)
+        if len(places):
+            few = self.cells.take(places)
+            text = few.text()
+            compact = pc.replace_substring_regex(text, r"[ \t\r\n]", "")
+            shown = pc.if_else(pa.array(few.kinds == Kind.STRING), text, compact)
+            same = pc.is_in(shown, value_set=pa.array(spellings, pa.string()))
+            found[places] = same.to_numpy(zero_copy_only=False)
+        return np.asarray(found)
 
     def cast(self, name: str, kind: IcebergType, arrow_type: pa.DataType) -> pa.Array:
         """The values in the type of a table's column; `SchemaRejected` when one does not fit."""
@@ -244,10 +276,10 @@ def with_schemas(cells: Cells) -> tuple[JsonField, Mapping[int, str]]:
     """
     top = members(cells.only(Kind.OBJECT))
     if not {SCHEMA, PAYLOAD} <= top.keys():
-        return JsonField.untyped(cells), {}
+        return JsonField.untyped(cells, top), {}
     pairs = _wrapped(top)
     if not pairs.any():
-        return JsonField.untyped(cells), {}
+        return JsonField.untyped(cells, top), {}
     payload = top[PAYLOAD].where(pairs, cells)
     texts, firsts = distinct(top[SCHEMA].only(Kind.OBJECT))
     parsed = _parsed(top[SCHEMA].take(firsts))
