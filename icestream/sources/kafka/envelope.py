@@ -274,11 +274,15 @@ def _from_debezium(values: Field, options: ValueOptions, verdicts: _Verdicts) ->
         written & (nothing if after is None else after.null()),
         "the event has no row after the change",
     )
+    if after is not None:
+        verdicts.reject(is_op["d"] & ~after.null(), "the event has a row after its delete")
     # Debezium delivers at least once, so that an insert may come twice.
     ops = np.where(deleted, np.int8(Op.DELETE), np.int8(Op.UPSERT))
-    if after is None or before is None or before.missing().all() or not deleted.any():
-        return _Events(row=after or before or values, ops=ops)
-    return _Events(row=after.where(written, before), ops=ops)
+    if after is None or before is None:
+        # A text has no parts, as a row has none that nobody tells.
+        row = next((part for part in (after, before) if part is not None), parts["op"])
+        return _Events(row=row, ops=ops)
+    return _Events(row=after.where(written, before) if deleted.any() else after, ops=ops)
 
 
 def _equal(text: pa.Array, value: str) -> Mask:
@@ -320,10 +324,7 @@ def _rows(events: _Events, keys: Field, options: ValueOptions, verdicts: _Verdic
     row, ops = events.row, events.ops
     if len(kept) < size:
         row, keys, ops = row.take(kept), keys.take(kept), ops[kept]
-    columns = dict(row.members())
-    present = np.zeros(len(kept), dtype=np.bool_)
-    for column in columns.values():
-        present |= ~column.missing()
+    columns, present = _there(row)
     verdicts.reject(
         _everywhere(~present & (ops != Op.DELETE), kept, size), "the row is no object with columns"
     )
@@ -337,16 +338,28 @@ def _rows(events: _Events, keys: Field, options: ValueOptions, verdicts: _Verdic
     )
     lacking = np.full(len(kept), not key)
     for name, told in key_columns.items():
-        lacking |= ~told.here if name not in columns else False
+        # Without the option it is the record's own key that identifies the row.
+        lacking |= ~told.here if name not in columns or not options.key else False
         columns[name] = _filled(columns[name], told) if name in columns else told.column
     for name in key:
         lacking |= columns[name].null() if name in columns else True
-    needing = (ops != Op.INSERT) if not key else np.ones(len(kept), dtype=np.bool_)
     verdicts.reject(
-        _everywhere(lacking & needing, kept, size),
+        _everywhere(lacking & (ops != Op.INSERT), kept, size),
         "the change has no key; name the columns that identify a row with `key`",
     )
     return Rows(records=kept, ops=ops, columns=columns, key=key)
+
+
+def _there(objects: Field) -> tuple[dict[str, Field], Mask]:
+    """The parts that any of the objects has, and which objects have any."""
+    parts: dict[str, Field] = {}
+    present = np.zeros(len(objects), dtype=np.bool_)
+    for name, part in objects.members().items():
+        here = ~part.missing()
+        if here.any():
+            parts[name] = part
+            present |= here
+    return parts, present
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -368,11 +381,8 @@ def _key(keys: Field, options: ValueOptions) -> tuple[list[str], dict[str, _Told
 
     Without the option the columns are those that most keys have.
     """
-    parts = keys.members()
+    parts, objects = _there(keys)
     told = {name: _Told(column=part, here=~part.missing()) for name, part in parts.items()}
-    objects = np.zeros(len(keys), dtype=np.bool_)
-    for each in told.values():
-        objects |= each.here
     if not options.key:
         names, odd = _usual_columns(told, objects)
         return names, {name: told[name] for name in names}, odd
@@ -446,9 +456,7 @@ def _understood(
 
 def _plain_or_named(keys: JsonField) -> JsonField:
     """Keys, without those that name no column and are no plain value: arrays and empty objects."""
-    named = np.zeros(len(keys), dtype=np.bool_)
-    for part in keys.members().values():
-        named |= ~part.missing()
+    _, named = _there(keys)
     kinds = keys.cells.kinds
     useless = (kinds == Kind.ARRAY) | ((kinds == Kind.OBJECT) & ~named)
     if not useless.any():
