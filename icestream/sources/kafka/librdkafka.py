@@ -115,11 +115,15 @@ def library() -> Library:
     return loaded
 
 
-def _path() -> str:
+def _package() -> Path:
     client = importlib.util.find_spec("confluent_kafka")
     if client is None or client.origin is None:
         raise _not_found("The package confluent-kafka is not installed.")
-    package = Path(client.origin).parent
+    return Path(client.origin).parent
+
+
+def _path() -> str:
+    package = _package()
     # Where the tools that make wheels self-contained put libraries, on Linux and on macOS.
     bundled = [
         *package.with_name("confluent_kafka.libs").glob("librdkafka*.so*"),
