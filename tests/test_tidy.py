@@ -211,7 +211,7 @@ def test_imports_are_absolute():
 
 def words(name: str) -> set[str]:
     """The words of a name in either case style, in the singular."""
-    parts = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)
+    parts = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name.replace("base64", ""))
     lower = {part.lower() for part in parts}
     return lower | {word.removesuffix("s") for word in lower}
 

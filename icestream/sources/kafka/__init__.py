@@ -24,6 +24,7 @@ from icestream.errors import ConfigInvalid, HistoryLost, IcestreamError
 from icestream.frontier import Frontier
 from icestream.schema import TableShape, joined_shapes
 from icestream.sources import Source, SplitsLost
+from icestream.sources.kafka.changes import no_key
 from icestream.sources.kafka.client import Cluster, Topic
 from icestream.sources.kafka.consumer import PartitionStalled, Range
 from icestream.sources.kafka.envelope import ValueOptions
@@ -180,8 +181,12 @@ class KafkaSource(Source):
         return self._shapes.get(table)
 
     def meet(self, shapes: Mapping[str, TableShape]) -> None:
-        """Remember tables that records were found for."""
+        """Remember tables that records were found for; rows that change need a key."""
         self._shapes = joined_shapes(self._shapes, shapes)
+        for table in shapes:
+            letters = table.endswith(dead_letters.SUFFIX)
+            if not letters and not self._reading.only_added and not self._shapes[table].key:
+                raise no_key(table)
         self._found.update(shapes)
 
     def found(self, tables: Collection[str]) -> None:

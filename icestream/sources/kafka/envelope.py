@@ -37,8 +37,6 @@ USUAL_OPERATIONS = {
 }
 # What Debezium sends in place of a value that the database did not tell.
 UNAVAILABLE_VALUE = "__debezium_unavailable_value"
-# So many columns of a key can be told apart by the bits of a number.
-_KEY_COLUMNS_MAX = 62
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -330,24 +328,38 @@ def _rows(events: _Events, keys: Field, options: ValueOptions, verdicts: _Verdic
     )
     if options.envelope == "none":
         return Rows(records=kept, ops=ops, columns=columns)
-    key, key_columns, odd = _key(keys, options)
+    told = _told(keys, options)
+    for name, each in told.items():
+        columns[name] = _filled(columns[name], each) if name in columns else each.column
     verdicts.reject(
-        _everywhere(odd, kept, size),
-        "the record's key has other columns than the keys around it; name the columns that "
-        "identify a row with `key`",
-    )
-    lacking = np.full(len(kept), not key)
-    for name, told in key_columns.items():
-        # Without the option it is the record's own key that identifies the row.
-        lacking |= ~told.here if name not in columns or not options.key else False
-        columns[name] = _filled(columns[name], told) if name in columns else told.column
-    for name in key:
-        lacking |= columns[name].null() if name in columns else True
-    verdicts.reject(
-        _everywhere(lacking & (ops != Op.INSERT), kept, size),
+        _everywhere(_lacks_key(columns, told, options) & (ops != Op.INSERT), kept, size),
         "the change has no key; name the columns that identify a row with `key`",
     )
-    return Rows(records=kept, ops=ops, columns=columns, key=key)
+    whole = np.ones(len(kept), dtype=np.bool_)
+    given = dict.fromkeys(options.key, whole)
+    return Rows(
+        records=kept,
+        ops=ops,
+        columns=columns,
+        keys=given or {name: each.here for name, each in told.items()},
+    )
+
+
+def _lacks_key(
+    columns: Mapping[str, Field], told: Mapping[str, "_Told"], options: ValueOptions
+) -> Mask | np.bool_:
+    """Which changes have no key, or null in it; one answer when it is the same for all.
+
+    Without the option it is the record's own key that identifies the row.
+    """
+    if options.key:
+        nulls = [columns[name].null() if name in columns else np.True_ for name in options.key]
+        return np.asarray(np.logical_or.reduce(nulls))
+    keyed = [each.here for each in told.values()]
+    nulls = [each.here & columns[name].null() for name, each in told.items()]
+    if not told:
+        return np.True_
+    return np.asarray(~np.logical_or.reduce(keyed) | np.logical_or.reduce(nulls))
 
 
 def _there(objects: Field) -> tuple[dict[str, Field], Mask]:
@@ -376,37 +388,17 @@ def _filled(column: Field, told: _Told) -> Field:
     return column.where(~wanted, told.column) if wanted.any() else column
 
 
-def _key(keys: Field, options: ValueOptions) -> tuple[list[str], dict[str, _Told], Mask]:
-    """The key's columns, what records' keys tell of them, and whose key has other columns.
-
-    Without the option the columns are those that most keys have.
-    """
+def _told(keys: Field, options: ValueOptions) -> dict[str, _Told]:
+    """What records' keys tell of columns; a plain value is that of the one column named."""
     parts, objects = _there(keys)
     told = {name: _Told(column=part, here=~part.missing()) for name, part in parts.items()}
-    if not options.key:
-        names, odd = _usual_columns(told, objects)
-        return names, {name: told[name] for name in names}, odd
     plain = ~objects & ~keys.null()
     if len(options.key) == 1 and plain.any():
         name = options.key[0]
         column = keys.where(plain, told[name].column) if name in told else keys
         here = plain | told[name].here if name in told else plain
         told[name] = _Told(column=column, here=here)
-    named = {name: told[name] for name in options.key if name in told}
-    return list(options.key), named, np.zeros(len(keys), dtype=np.bool_)
-
-
-def _usual_columns(told: Mapping[str, _Told], objects: Mask) -> tuple[list[str], Mask]:
-    """The names that most keys have, and which keys have others."""
-    if all(np.array_equal(part.here, objects) for part in told.values()):
-        return list(told), np.zeros(len(objects), dtype=np.bool_)
-    shapes = np.zeros(len(objects), dtype=np.int64)
-    for number, part in enumerate(list(told.values())[:_KEY_COLUMNS_MAX]):
-        shapes |= part.here.astype(np.int64) << number
-    found, counts = np.unique(shapes[objects], return_counts=True)
-    usual = int(found[np.argmax(counts)])
-    names = [name for number, name in enumerate(told) if usual >> number & 1]
-    return names, objects & (shapes != usual)
+    return {name: told[name] for name in options.key if name in told} if options.key else told
 
 
 def decode(records: Records, options: ValueOptions) -> Decoded:

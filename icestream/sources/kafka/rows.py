@@ -5,7 +5,7 @@ envelope takes fields apart and says which change each record is (`Rows`).
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -77,21 +77,35 @@ class Rows:
     """The changes that records are: for each the record it comes from, what it does, and its row.
 
     `records` are places in the `Records`, ascending. A delete has the columns that are known of
-    its row, at least those of `key`. `key` is empty when records do not tell what identifies a row.
+    its row, at least those of its key. `keys` tells for each column which changes have it in their
+    key; records of one topic may belong to several tables, whose keys differ.
     """
 
     records: Indices
     ops: npt.NDArray[np.int8]
     columns: Mapping[str, Field]
-    key: Sequence[str] = ()
+    keys: Mapping[str, Mask] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.records)
 
+    @property
+    def key(self) -> Sequence[str]:
+        """The columns that all keys have; empty when they do not tell what identifies a row."""
+        keyed = np.zeros(len(self.records), dtype=np.bool_)
+        for here in self.keys.values():
+            keyed |= here
+        return [n for n, here in self.keys.items() if here.any() and np.array_equal(here, keyed)]
+
     def take(self, indices: Indices) -> "Rows":
         """The changes at these places."""
-        columns = {name: field.take(indices) for name, field in self.columns.items()}
-        return replace(self, records=self.records[indices], ops=self.ops[indices], columns=columns)
+        return replace(
+            self,
+            records=self.records[indices],
+            ops=self.ops[indices],
+            columns={name: each.take(indices) for name, each in self.columns.items()},
+            keys={name: here[indices] for name, here in self.keys.items()},
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

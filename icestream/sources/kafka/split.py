@@ -19,7 +19,7 @@ from icestream.change import Op
 from icestream.errors import DataRejected
 from icestream.schema import TableShape, joined_shapes
 from icestream.sources import SplitsLost, TablesMissing, Targets
-from icestream.sources.kafka.changes import TableRows, no_key, ordered, shape_of
+from icestream.sources.kafka.changes import TableRows, ordered, shape_of
 from icestream.sources.kafka.consumer import Range, read_range
 from icestream.sources.kafka.envelope import ValueOptions, decode
 from icestream.sources.kafka.route import Route
@@ -192,8 +192,6 @@ class _Tables:
         if not len(kept):
             return
         key = () if self._reading.only_added else self._reading.keys.of(table) or rows.key
-        if not self._reading.only_added and not key:
-            raise no_key(table)
         shape = shape_of(rows.take(kept), key, self._reading.declared.get(table, {}))
         self.missing = joined_shapes(self.missing, {table: shape})
 
