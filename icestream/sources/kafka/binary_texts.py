@@ -33,12 +33,12 @@ _LIMIT_HIGH, _LIMIT_LOW = (
 )
 
 
-def from_base64(text: pa.StringArray) -> pa.BinaryArray:
+def decoded_bytes(text: pa.StringArray) -> pa.BinaryArray:
     """The bytes that each text stands for; ValueError when one is not base64 with its padding."""
     data, offsets, valid = _parts(text)
     target = np.empty(data.size // 4 * 3 + 3, dtype=np.uint8)
     ends = np.zeros(len(text) + 1, dtype=np.int32)
-    if not _decode_base64(data, offsets, valid, target, ends):
+    if not _decode_bytes(data, offsets, valid, target, ends):
         raise ValueError("a text is not base64")
     return _array(pa.binary(), ends, target, valid)
 
@@ -122,7 +122,7 @@ def _validity(valid: Mask) -> pa.Buffer | None:
 
 
 @kernel
-def _decode_base64(
+def _decode_bytes(
     array: Bytes, offsets: Positions, valid: Mask, target: Bytes, ends: Positions
 ) -> bool:
     """Write the bytes of all texts; false when one is not base64."""

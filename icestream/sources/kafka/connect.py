@@ -46,7 +46,7 @@ from icestream.sources.kafka.binary_texts import (
     DECIMAL_DIGITS_MAX,
     decimal_texts,
     decimals,
-    from_base64,
+    decoded_bytes,
 )
 
 DECIMAL = "org.apache.kafka.connect.data.Decimal"
@@ -255,7 +255,7 @@ def convert(
         # They were floats before they were text, so whatever the digits are, they lead back.
         return pc.cast(text, arrow_type)
     if schema.kind == "bytes" and isinstance(kind, BinaryType | FixedType):
-        return from_base64(text).cast(arrow_type)
+        return decoded_bytes(text).cast(arrow_type)
     return cast_text(text, name, kind, arrow_type)
 
 
@@ -275,7 +275,7 @@ def _cast_decimals(
         if (cells.kinds == Kind.STRING).any():
             raise ValueError("some decimals are numbers and others are bytes")
         return cast_text(cells.text(), name, kind, arrow_type)
-    unscaled = from_base64(cells.text())
+    unscaled = decoded_bytes(cells.text())
     if isinstance(kind, DecimalType) and 0 <= schema.scale <= DECIMAL_DIGITS_MAX:
         return decimals(unscaled, schema.scale).cast(arrow_type)
     scales = np.full(len(cells), schema.scale, dtype=np.int32)
@@ -294,7 +294,7 @@ def _variable_decimals(cells: Cells) -> pa.StringArray:
     if np.any(here & ((scale.kinds == Kind.MISSING) | (value.kinds == Kind.MISSING))):
         raise ValueError("a decimal lacks its scale or its value")
     scales = pc.fill_null(pc.cast(scale.text(), pa.int32()), 0).to_numpy(zero_copy_only=False)
-    return decimal_texts(from_base64(value.text()), np.ascontiguousarray(scales))
+    return decimal_texts(decoded_bytes(value.text()), np.ascontiguousarray(scales))
 
 
 def _clocks(cells: Cells, clock: _Clock, kind: IcebergType, arrow_type: pa.DataType) -> pa.Array:
