@@ -39,7 +39,7 @@ fix: setup ## format and mend what can be mended
 	$(BIN)/ruff check --fix .
 
 test: check ## everything a change must pass, set-up included
-	$(PYTEST) -q tests/unit tests/property tests/integration tests/faults
+	$(PYTEST) -q -n 2 --dist loadfile tests/unit tests/property tests/integration tests/faults
 
 test-unit: setup ## unit and property tests, no server
 	$(PYTEST) -q tests/unit tests/property

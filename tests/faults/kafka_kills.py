@@ -37,7 +37,8 @@ TABLES = ("red", "green", "blue")
 PARTITIONS = 4
 KEYS = 200
 ANSWER_SECONDS = 60.0
-PAUSE_SECONDS = 0.05
+# A killed run must find work, but not more than the next one can do while the producer goes on.
+PAUSE_SECONDS = 0.2
 ABORTED_SHARE = 0.1
 # Small epochs, so that a kill finds several on their way.
 CADENCE = {"commit_interval": "PT0.2S", "epoch_rows_max": 300}
@@ -61,7 +62,7 @@ class Writer(threading.Thread):
         """One small transaction after another."""
         while not self._ended.wait(PAUSE_SECONDS):
             self._producer.begin_transaction()
-            for _ in range(self._random.randrange(1, 30)):
+            for _ in range(self._random.randrange(1, 15)):
                 self._produce()
             if self._random.random() < ABORTED_SHARE:
                 self._producer.abort_transaction(ANSWER_SECONDS)
