@@ -60,6 +60,8 @@ _HELD_BY: dict[type, tuple[type, ...]] = {
     TimestampType: (TimestampNanoType,),
     TimestamptzType: (TimestamptzNanoType,),
 }
+# Pairs of numbers that JSON writes alike.
+_FRACTIONS = ({IntegerType, DoubleType}, {LongType, DoubleType}, {DecimalType, DoubleType})
 # Any decimal text of at most this many digits survives the way through the type and back.
 _DIGITS_EXACT = {pa.float32(): 6, pa.float64(): 15}
 # Leaves that Arrow's JSON reader gets right; it rounds floats and does not know the others.
@@ -292,12 +294,17 @@ def _widened(have: IcebergType, want: IcebergType) -> IcebergType | None:
 
 
 def united(one: IcebergType, other: IcebergType) -> IcebergType:
-    """The narrowest type that holds the values of two types; text when there is no other."""
+    """The narrowest type for the values of two types; text when there is no other.
+
+    Whole numbers among fractions are doubles; one that no double holds is refused when it comes.
+    """
     if isinstance(one, StructType) and isinstance(other, StructType):
         return _united_structs(one, other)
     if isinstance(one, ListType) and isinstance(other, ListType):
         element = united(one.element_type, other.element_type)
         return ListType(element_id=one.element_id, element_type=element, element_required=False)
+    if {type(one), type(other)} in _FRACTIONS:
+        return DoubleType()
     return _widened(one, other) or _widened(other, one) or StringType()
 
 
@@ -355,38 +362,9 @@ def _joined_shape(one: TableShape, other: TableShape) -> TableShape:
     columns = {column.name: column for column in one.columns}
     for column in other.columns:
         known = columns.get(column.name)
-        kind = joined_type(known.type, column.type) if known else column.type
+        kind = united(known.type, column.type) if known else column.type
         columns[column.name] = Column(name=column.name, type=kind)
     return TableShape(columns=list(columns.values()), key=one.key or other.key)
-
-
-def joined_type(one: IcebergType, other: IcebergType) -> IcebergType:
-    """A type for a column that is to hold the values of both; text when nothing else does."""
-    for have, want in ((one, other), (other, one)):
-        wide = _widened(have, want)
-        if wide is not None:
-            return wide
-        numbers = (IntegerType, LongType, FloatType, DecimalType)
-        if isinstance(have, DoubleType) and isinstance(want, numbers):
-            return have
-    inner = _inner_fields(one, other)
-    if inner is None:
-        return StringType()
-    if isinstance(one, StructType):
-        mine, yours = ({part.name: part.field_type for part in parts} for parts in inner)
-        kinds = {
-            name: joined_type(mine.get(name, kind), yours.get(name, kind))
-            for name, kind in {**mine, **yours}.items()
-        }
-        fields = [
-            NestedField(field_id=number, name=name, field_type=kind, required=False)
-            for number, (name, kind) in enumerate(kinds.items(), start=1)
-        ]
-        return StructType(*fields)
-    *key, value = (joined_type(a.field_type, b.field_type) for a, b in zip(*inner, strict=True))
-    if isinstance(one, ListType):
-        return ListType(element_id=1, element_type=value, element_required=False)
-    return MapType(key_id=1, key_type=key[0], value_id=2, value_type=value, value_required=False)
 
 
 def _rejected(table: str, path: str, have: IcebergType, want: IcebergType) -> SchemaRejected:

@@ -39,6 +39,7 @@ from icestream.schema import (
     arrow_schema,
     cast_text,
     infer_number,
+    joined_shapes,
     new_schema,
     parse_type,
     schema_from_json,
@@ -302,3 +303,19 @@ def test_a_schema_gap_keeps_its_columns_through_pickling():
     gap = pickle.loads(pickle.dumps(SchemaGap("t", [Column(name="x", type=LongType())])))
     assert (gap.table, [column.name for column in gap.columns]) == ("t", ["x"])
     assert str(gap) == "table t lacks x"
+
+
+def test_shapes_seen_in_two_places_are_joined():
+    """K7: the types of a new table hold what all records have."""
+
+    def shape(**kinds):
+        columns = [Column(name=name, type=kind) for name, kind in kinds.items()]
+        return TableShape(columns=columns, key=["id"])
+
+    one = {"t": shape(id=LongType(), a=LongType(), b=StringType())}
+    other = {"t": shape(id=LongType(), a=DoubleType(), c=BooleanType()), "u": shape(x=LongType())}
+    joined = joined_shapes(one, other)
+    found = {column.name: str(column.type) for column in joined["t"].columns}
+    assert found == {"id": "long", "a": "double", "b": "string", "c": "boolean"}
+    assert joined["u"] == other["u"]
+    assert list(joined["t"].key) == ["id"]
