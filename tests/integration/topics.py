@@ -44,9 +44,8 @@ class Topics:
         return f"{self._prefix}.{topic}"
 
     def create(self, topic: str, partitions: int = 1, config: Mapping[str, str] = {}) -> str:
-        """A new topic; records stay however old their timestamps are."""
-        kept = {"retention.ms": "-1", **config}
-        self.broker.create_topic(self.name(topic), partitions, kept)
+        """A new topic."""
+        self.broker.create_topic(self.name(topic), partitions, config)
         return self.name(topic)
 
     def send(
@@ -76,6 +75,7 @@ class Topics:
             producer.commit_transaction(FLUSH_SECONDS)
         else:
             producer.abort_transaction(FLUSH_SECONDS)
+        self.broker.wait_for_transactions(self.name(topic), 1)
 
     def document(
         self, source: Mapping[str, Any] = {}, sink: Mapping[str, Any] = {}, **top: Any
