@@ -1,0 +1,313 @@
+"""Columns that are filled by a kernel: words first, Arrow arrays at the end.
+
+A format compiles a schema into a program for its kernel and into a tree of `Node`s. The kernel
+writes 64-bit words into slots; `assemble` makes the arrays of them.
+
+    domain 0: one entry per record          slot 0   op          . . . . .
+                                            slot 1,2 name        . . . . .   (start and length)
+                                            slot 3   how many    2 0 1 . .
+    domain 1: one entry per item of a list  slot 4   amount      . . .
+
+Values of one domain lie at the same index in each of its slots, so what a null record or a branch
+of a union leaves out costs nothing: nobody writes it, and its parent says that it is null.
+A kernel that needs more room for a domain says so before it writes; `Store.grow` makes it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyiceberg.types import IcebergType, ListType, MapType, NestedField, StringType, StructType
+
+from icestream.sources.compiled import WORD_BYTES, Bytes, kernel, load_word, pointer, store_word
+from icestream.sources.kafka.rows import Indices, Mask
+
+Words = npt.NDArray[np.int64]
+# What kernels see of a store: words, where each slot begins, room and number of entries by domain.
+Slots = tuple[Words, Words, Words, Words]
+DECIMAL_DIGITS_MAX = 38
+# Fewer lists than records is usual; where it is not, the room doubles a few times.
+ROOM_MIN = 64
+# The ids of fields inside a column are given anew when a table takes it.
+_ANY_ID = 1
+
+
+class Form(Enum):
+    """How the words of a node become an array."""
+
+    NOTHING = auto()
+    WORD = auto()
+    BYTES = auto()
+    DECIMAL = auto()
+    SYMBOL = auto()
+    STRUCT = auto()
+    LIST = auto()
+    MAP = auto()
+    SCALED_NUMBER = auto()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Presence:
+    """A node is there where the word of a slot is one of these."""
+
+    slot: int
+    words: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """A value of the schema: its types, its first slot, and the nodes inside it.
+
+    `kind` is the column that it should become, None when it is always null. `BYTES` and `DECIMAL`
+    have two slots: start and length, low and high word. `LIST` and `MAP` have the number of items.
+    """
+
+    form: Form
+    arrow: pa.DataType
+    kind: IcebergType | None
+    slot: int = -1
+    presence: Presence | None = None
+    symbols: tuple[str, ...] = ()
+    inner: tuple["Node", ...] = ()
+
+
+@dataclass(slots=True)
+class Layout:
+    """Slots and domains as a compiler hands them out: the domain of each slot."""
+
+    domain_of: list[int] = field(default_factory=list)
+    domains: int = 1
+
+    def slot(self, domain: int, count: int = 1) -> int:
+        """The first of so many new slots side by side."""
+        self.domain_of += [domain] * count
+        return len(self.domain_of) - count
+
+    def domain(self) -> int:
+        """A new domain: the items of one list."""
+        self.domains += 1
+        return self.domains - 1
+
+
+class Store:
+    """The words of all slots; domain 0 has room for every record."""
+
+    def __init__(self, layout: Layout, records: int):
+        self._domain_of = np.array(layout.domain_of, dtype=np.int64)
+        self.room = np.full(layout.domains, ROOM_MIN, dtype=np.int64)
+        self.room[0] = max(records, 1)
+        self.entries = np.zeros(layout.domains, dtype=np.int64)
+        self._place()
+
+    def _place(self) -> None:
+        sizes = self.room[self._domain_of]
+        self.starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+        self.words = np.zeros(int(self.starts[-1]), dtype=np.int64)
+
+    def grow(self, domain: int) -> None:
+        """Double the room of a domain and keep what is written."""
+        words, starts = self.words, self.starts
+        self.room[domain] *= 2
+        self._place()
+        for slot in range(len(self._domain_of)):
+            old = words[starts[slot] : starts[slot + 1]]
+            self.words[self.starts[slot] : self.starts[slot] + len(old)] = old
+
+    def slots(self) -> Slots:
+        """What kernels see."""
+        return self.words, self.starts, self.room, self.entries
+
+    def column(self, slot: int) -> Words:
+        """The words of all entries of a slot."""
+        start = self.starts[slot]
+        return self.words[start : start + self.entries[self._domain_of[slot]]]
+
+
+def struct_node(
+    names: Sequence[str], inner: Sequence[Node], presence: Presence | None = None
+) -> Node:
+    """A struct; members that are always null have no column in it."""
+    fields = [pa.field(name, node.arrow) for name, node in zip(names, inner, strict=True)]
+    kinds = [
+        NestedField(field_id=place, name=name, field_type=node.kind, required=False)
+        for place, (name, node) in enumerate(zip(names, inner, strict=True), start=1)
+        if node.kind is not None
+    ]
+    return Node(
+        form=Form.STRUCT,
+        arrow=pa.struct(fields),
+        kind=StructType(*kinds),
+        presence=presence,
+        inner=tuple(inner),
+    )
+
+
+def list_node(element: Node, slot: int, presence: Presence | None = None) -> Node:
+    """A list; one of things that are always null becomes a list of text."""
+    kind = ListType(_ANY_ID, element.kind or StringType(), element_required=False)
+    arrow = pa.large_list(pa.field("element", element.arrow))
+    return Node(
+        form=Form.LIST, arrow=arrow, kind=kind, slot=slot, presence=presence, inner=(element,)
+    )
+
+
+def map_node(key: Node, value: Node, slot: int, presence: Presence | None = None) -> Node:
+    """A map; of equal keys in one value the last counts."""
+    kind = MapType(
+        _ANY_ID, key.kind or StringType(), _ANY_ID + 1, value.kind or StringType(), False
+    )
+    arrow = pa.map_(key.arrow, value.arrow)
+    return Node(
+        form=Form.MAP, arrow=arrow, kind=kind, slot=slot, presence=presence, inner=(key, value)
+    )
+
+
+def assemble(node: Node, store: Store, content: Bytes, there: Mask) -> pa.Array:
+    """The array of a node, null where it, or what it is part of, is not `there`."""
+    if node.presence is not None:
+        words = store.column(node.presence.slot)
+        wanted = node.presence.words
+        present = words == wanted[0] if len(wanted) == 1 else np.isin(words, wanted)
+        there = there & present
+    make: dict[Form, Callable[..., pa.Array]] = {
+        Form.NOTHING: lambda *_: pa.nulls(len(there)),
+        Form.WORD: _numbers,
+        Form.BYTES: _runs,
+        Form.DECIMAL: _decimals,
+        Form.SYMBOL: _symbols,
+        Form.STRUCT: _structs,
+        Form.LIST: _lists,
+        Form.MAP: _maps,
+        Form.SCALED_NUMBER: _scaled_numbers,
+    }
+    return make[node.form](node, store, content, there)
+
+
+def _bitmap(there: Mask) -> pa.Buffer | None:
+    return None if there.all() else pa.py_buffer(np.packbits(there, bitorder="little"))
+
+
+def _array(kind: pa.DataType, there: Mask, *buffers: npt.NDArray[np.generic]) -> pa.Array:
+    contents = [pa.py_buffer(np.ascontiguousarray(each)) for each in buffers]
+    return pa.Array.from_buffers(kind, len(there), [_bitmap(there), *contents])
+
+
+def _numbers(node: Node, store: Store, content: Bytes, there: Mask) -> pa.Array:
+    words = store.column(node.slot)
+    if pa.types.is_boolean(node.arrow):
+        return _array(node.arrow, there, np.packbits(words != 0, bitorder="little"))
+    narrow = words.astype(np.int32) if node.arrow.bit_width == 32 else words
+    return _array(node.arrow, there, narrow)
+
+
+def _decimals(node: Node, store: Store, content: Bytes, there: Mask) -> pa.Array:
+    both = np.stack([store.column(node.slot), store.column(node.slot + 1)], axis=1)
+    both[~there] = 0
+    return _array(node.arrow, there, both)
+
+
+def _runs(node: Node, store: Store, content: Bytes, there: Mask) -> pa.Array:
+    starts = store.column(node.slot)
+    lengths = np.where(there, store.column(node.slot + 1), 0)
+    if pa.types.is_fixed_size_binary(node.arrow):
+        lengths = np.full(len(there), node.arrow.byte_width, dtype=np.int64)
+        # What is not there still takes its place; any bytes do.
+        starts = np.where(there, starts, 0)
+        if len(content) < node.arrow.byte_width:
+            return pa.nulls(len(there), node.arrow)
+    offsets = np.zeros(len(there) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    run = np.empty(int(offsets[-1]) + WORD_BYTES, dtype=np.uint8)
+    gather(content, starts, offsets, run)
+    run = run[: offsets[-1]]
+    if pa.types.is_fixed_size_binary(node.arrow):
+        return _array(node.arrow, there, run)
+    return _array(node.arrow, there, offsets, run)
+
+
+def _symbols(node: Node, store: Store, content: Bytes, there: Mask) -> pa.Array:
+    numbers = pa.array(store.column(node.slot), mask=~there)
+    return pa.array(node.symbols, node.arrow).take(numbers)
+
+
+def _structs(node: Node, store: Store, content: Bytes, there: Mask) -> pa.Array:
+    inner = [assemble(each, store, content, there) for each in node.inner]
+    return pa.Array.from_buffers(node.arrow, len(there), [_bitmap(there)], children=inner)
+
+
+def _offsets(node: Node, store: Store, there: Mask) -> Indices:
+    offsets = np.zeros(len(there) + 1, dtype=np.int64)
+    np.cumsum(np.where(there, store.column(node.slot), 0), out=offsets[1:])
+    return offsets
+
+
+def _lists(node: Node, store: Store, content: Bytes, there: Mask) -> pa.Array:
+    offsets = _offsets(node, store, there)
+    every = np.ones(int(offsets[-1]), dtype=np.bool_)
+    items = assemble(node.inner[0], store, content, every)
+    buffers = [_bitmap(there), pa.py_buffer(offsets)]
+    return pa.Array.from_buffers(node.arrow, len(there), buffers, children=[items])
+
+
+def _maps(node: Node, store: Store, content: Bytes, there: Mask) -> pa.Array:
+    offsets = _offsets(node, store, there)
+    every = np.ones(int(offsets[-1]), dtype=np.bool_)
+    make = partial(assemble, store=store, content=content, there=every)
+    keys, values = (make(each) for each in node.inner)
+    counts, chosen = _last_of_equal_keys(keys, offsets)
+    if len(chosen) < len(keys):
+        keys, values = keys.take(pa.array(chosen)), values.take(pa.array(chosen))
+        np.cumsum(counts, out=offsets[1:])
+    return pa.MapArray.from_arrays(
+        pa.array(offsets.astype(np.int32)), keys, values, type=node.arrow, mask=pa.array(~there)
+    )
+
+
+def _last_of_equal_keys(keys: pa.Array, offsets: Indices) -> tuple[Indices, Indices]:
+    """How many entries each map keeps, and which: Iceberg's maps have distinct keys."""
+    owners = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
+    codes = keys.dictionary_encode().indices.to_numpy(zero_copy_only=False).astype(np.int64)
+    pairs = np.stack([owners, codes], axis=1)
+    _, last = np.unique(pairs[::-1], axis=0, return_index=True)
+    chosen = np.sort(len(owners) - 1 - last).astype(np.int64)
+    counts = np.bincount(owners[chosen], minlength=len(offsets) - 1).astype(np.int64)
+    return counts, chosen
+
+
+def _scaled_numbers(node: Node, store: Store, content: Bytes, there: Mask) -> pa.Array:
+    """Whole numbers that each have a scale of their own, as text."""
+    scales, wholes = (assemble(each, store, content, there) for each in node.inner)
+    text = pc.cast(wholes, pa.large_string())
+    for scale in pc.unique(pc.drop_null(scales)).to_pylist():
+        if 0 < scale <= DECIMAL_DIGITS_MAX:
+            points = pa.decimal128(DECIMAL_DIGITS_MAX, scale)
+            shown = pa.Array.from_buffers(points, len(wholes), wholes.buffers()).cast(text.type)
+        elif scale == 0:
+            continue
+        else:
+            shown = pc.binary_join_element_wise(text, pa.scalar(f"{-scale:+d}", text.type), "E")
+        text = pc.if_else(pc.fill_null(pc.equal(scales, scale), False), shown, text)
+    return text
+
+
+@kernel
+def gather(content: Bytes, starts: Words, offsets: Words, run: Bytes) -> None:
+    """Copy what begins at `starts` side by side; `run` has room for a word more than it holds."""
+    source, target = pointer(content), pointer(run)
+    words_end = content.size - WORD_BYTES
+    for row in range(starts.size):
+        at, to, stop = starts[row], offsets[row], offsets[row + 1]
+        # Whole words may write beyond the end: what follows is written later.
+        while to < stop and at <= words_end:
+            store_word(target, to, load_word(source, at))
+            at += WORD_BYTES
+            to += WORD_BYTES
+        while to < stop:
+            target[to] = source[at]
+            at += 1
+            to += 1
