@@ -51,7 +51,7 @@ CONFINED = {
     "confluent_kafka": {"sources.kafka.client"},
     "ctypes": {"sources.kafka.librdkafka", "sources.kafka.consumer"},
     "tqdm": {"sources.iceberg", "sources.postgres"},
-    "urllib3": {"sinks.opensearch.client"},
+    "urllib3": {"sinks.opensearch.client", "sources.kafka.registry"},
 }
 # The gateway to the JVM is handed over in `config` and used below it.
 GATEWAY_MODULES = {"iceberg.catalog", "iceberg.picks", "iceberg.snapshots", "spark", "config"}

@@ -239,7 +239,7 @@ def _hexadecimal(array: pa.Array) -> pa.Array:
     digits = pa.LargeStringArray.from_buffers(
         len(values), pa.py_buffer(offsets * 2), pa.py_buffer(_HEX[content])
     )
-    prefixed = pc.binary_join_element_wise(pa.scalar("\\x", digits.type), digits, "")
+    prefixed = _joined(_piece("\\x"), digits)
     return pc.if_else(array.is_valid(), prefixed, pa.scalar(None, digits.type))
 
 
@@ -251,9 +251,8 @@ def _json(array: pa.Array) -> pa.Array:
     elif _is_list(arrow):
         shown = _json_lists(array, _json_or_null(array.flatten()))
     elif pa.types.is_map(arrow):
-        entries = pc.binary_join_element_wise(
-            _quoted(_text(array.keys)), _json_or_null(array.items), ":"
-        )
+        keys, items = _entries(array)
+        entries = _joined(_quoted(_text(keys)), _piece(":"), _json_or_null(items))
         shown = _json_lists(array, entries, "{}")
     elif pa.types.is_boolean(arrow) or pa.types.is_integer(arrow) or pa.types.is_decimal(arrow):
         return _text(array)
@@ -275,10 +274,8 @@ def _json_objects(array: pa.Array) -> pa.Array:
     pieces: list[Any] = []
     for place, (field, values) in enumerate(zip(array.type, array.flatten(), strict=True)):
         name = _quoted(pa.array([field.name], pa.large_string()))[0].as_py()
-        pieces += [pa.scalar(("," if place else "{") + name + ":", pa.large_string())]
-        pieces += [_json_or_null(values)]
-    closed = [*pieces, pa.scalar("}", pa.large_string())]
-    return pc.binary_join_element_wise(*closed, pa.scalar("", pa.large_string()))
+        pieces += [_piece(("," if place else "{") + name + ":"), _json_or_null(values)]
+    return _joined(*pieces, _piece("}"))
 
 
 def _json_lists(array: pa.Array, items: pa.Array, marks: str = "[]") -> pa.Array:
@@ -286,16 +283,25 @@ def _json_lists(array: pa.Array, items: pa.Array, marks: str = "[]") -> pa.Array
     lengths = pc.fill_null(_lengths(array), 0).to_numpy(zero_copy_only=False)
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     lists = pa.LargeListArray.from_arrays(pa.array(offsets), items)
-    joined = pc.binary_join(lists, pa.scalar(",", pa.large_string()))
-    opening, closing = (pa.scalar(mark, pa.large_string()) for mark in marks)
-    return pc.binary_join_element_wise(opening, joined, closing, pa.scalar("", pa.large_string()))
+    return _joined(_piece(marks[0]), pc.binary_join(lists, _piece(",")), _piece(marks[1]))
 
 
 def _lengths(array: pa.Array) -> pa.Array:
-    if pa.types.is_map(array.type):
-        offsets = array.offsets.to_numpy(zero_copy_only=False)
-        return pc.if_else(array.is_valid(), pa.array(np.diff(offsets)), 0)
-    return pc.list_value_length(array)
+    return pc.list_value_length(_as_list(array))
+
+
+def _as_list(array: pa.Array) -> pa.Array:
+    """A map as the list of its entries, which more functions know."""
+    if not pa.types.is_map(array.type):
+        return array
+    entry = pa.struct([array.type.key_field, array.type.item_field])
+    return array.cast(pa.list_(pa.field("entries", entry, nullable=False)))
+
+
+def _entries(array: pa.Array) -> tuple[pa.Array, pa.Array]:
+    """The keys and items of all maps that are not null."""
+    keys, items = _as_list(array).flatten().flatten()
+    return keys, items
 
 
 def _quoted(text: pa.Array) -> pa.Array:
@@ -306,8 +312,15 @@ def _quoted(text: pa.Array) -> pa.Array:
         for number in range(0x20):
             mark = chr(number)
             escaped = pc.replace_substring(escaped, mark, _CONTROLS.get(mark, f"\\u{number:04x}"))
-    quote = pa.scalar('"', pa.large_string())
-    return pc.binary_join_element_wise(quote, escaped, quote, pa.scalar("", pa.large_string()))
+    return _joined(_piece('"'), escaped, _piece('"'))
+
+
+def _piece(text: str) -> pa.Scalar:
+    return pa.scalar(text, pa.large_string())
+
+
+def _joined(*pieces: pa.Array | pa.Scalar) -> pa.Array:
+    return pc.binary_join_element_wise(*pieces, _piece(""))
 
 
 # --- values in a table's column ---------------------------------------------------------------
@@ -404,8 +417,9 @@ def _cast_nested(
         offsets_of = offsets if pa.types.is_large_list(arrow) else offsets.astype(np.int32)
         return make.from_arrays(pa.array(offsets_of), items, type=arrow, mask=mask)
     _refuse_unless(pa.types.is_map(array.type))
-    keys = _cast(array.keys, f"{name}.key", kind.key_type, arrow.key_type)
-    values = _cast(array.items, f"{name}.value", kind.value_type, arrow.item_type)
+    inside = _entries(array)
+    keys = _cast(inside[0], f"{name}.key", kind.key_type, arrow.key_type)
+    values = _cast(inside[1], f"{name}.value", kind.value_type, arrow.item_type)
     return pa.MapArray.from_arrays(
         pa.array(offsets.astype(np.int32)), keys, values, type=arrow, mask=mask
     )

@@ -7,6 +7,7 @@ no more items than the record has bytes or `EMPTY_ITEMS_MAX`.
 """
 
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
 
@@ -101,7 +102,7 @@ def _run(steps: Words, step: int, data: Bytes, at: int, end: int) -> tuple[int, 
 
 
 @part
-def _scalar(steps: Words, step: int, data: Bytes, at: int, end: int) -> tuple[int, int]:
+def _scalar(steps: Words, step: int, data: Bytes, at: int, end: int) -> tuple[Any, int]:
     """A value of one word, and the position after it; a negative fault if it is damaged."""
     code = steps[step + CODE]
     if code == _NUMBER:
@@ -176,7 +177,7 @@ def _record(program: Program, place: tuple[Bytes, int, int], slots: Slots, loops
                     number = steps[step + SECOND]
                     continue
             if entries[domain] >= room[domain]:
-                return _ROOM + domain
+                return _ROOM + int(domain)
             loops[domain] -= 1
         elif code == _NEXT:
             entries[steps[step + FIRST]] += 1

@@ -282,16 +282,16 @@ def _last_of_equal_keys(keys: pa.Array, offsets: Indices) -> tuple[Indices, Indi
 def _scaled_numbers(node: Node, store: Store, content: Bytes, there: Mask) -> pa.Array:
     """Whole numbers that each have a scale of their own, as text."""
     scales, wholes = (assemble(each, store, content, there) for each in node.inner)
-    text = pc.cast(wholes, pa.large_string())
-    for scale in pc.unique(pc.drop_null(scales)).to_pylist():
-        if 0 < scale <= DECIMAL_DIGITS_MAX:
+    digits = pc.cast(wholes, pa.large_string())
+    # A scale that no decimal has is an exponent, whose sign is the other one.
+    exponents = pc.cast(pc.negate(pc.cast(scales, pa.int64())), pa.large_string())
+    text = pc.binary_join_element_wise(digits, exponents, pa.scalar("E", pa.large_string()))
+    for scale in range(DECIMAL_DIGITS_MAX + 1):
+        chosen = pc.equal(scales, scale)
+        if pc.any(chosen, min_count=0).as_py():
             points = pa.decimal128(DECIMAL_DIGITS_MAX, scale)
-            shown = pa.Array.from_buffers(points, len(wholes), wholes.buffers()).cast(text.type)
-        elif scale == 0:
-            continue
-        else:
-            shown = pc.binary_join_element_wise(text, pa.scalar(f"{-scale:+d}", text.type), "E")
-        text = pc.if_else(pc.fill_null(pc.equal(scales, scale), False), shown, text)
+            shown = pa.Array.from_buffers(points, len(wholes), wholes.buffers())
+            text = pc.if_else(chosen, pc.cast(shown, pa.large_string()), text)
     return text
 
 

@@ -5,6 +5,7 @@ the value when it does not lie before that end. No read leaves the record.
 """
 
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
 
@@ -53,7 +54,7 @@ _DECIMAL_LIMITS = np.array(
 
 
 @part
-def varint(data: Bytes, at: int, end: int) -> tuple[int, int]:
+def varint(data: Bytes, at: int, end: int) -> tuple[Any, int]:
     """A number of seven bits a byte as an unsigned word, and the position after it."""
     value, shift = _NONE, _NONE
     while at < end:
@@ -70,7 +71,7 @@ def varint(data: Bytes, at: int, end: int) -> tuple[int, int]:
 
 
 @part
-def zigzag(data: Bytes, at: int, end: int) -> tuple[int, int]:
+def zigzag(data: Bytes, at: int, end: int) -> tuple[Any, int]:
     """A signed number whose lowest bit is its sign, and the position after it."""
     value, at = varint(data, at, end)
     return np.int64((value >> _ONE) ^ (_NONE - (value & _ONE))), at
@@ -122,7 +123,7 @@ def utf8(data: Bytes, at: int, end: int) -> bool:
 
 
 @part
-def decimal(data: Bytes, at: int, end: int) -> tuple[int, int, bool]:
+def decimal(data: Bytes, at: int, end: int) -> tuple[Any, Any, Any]:
     """A big-endian number in two's complement as low and high word, and whether these hold it."""
     sign = _NONE - _ONE if end > at and data[at] & 0x80 else _NONE
     low = high = sign
@@ -137,7 +138,7 @@ def decimal(data: Bytes, at: int, end: int) -> tuple[int, int, bool]:
 
 
 @part
-def within(low: int, high: int, precision: int) -> bool:
+def within(low: Any, high: Any, precision: int) -> Any:
     """Whether a number of two words has at most so many digits."""
     if high >> _LAST_SHIFT:
         low = ~low + _ONE
