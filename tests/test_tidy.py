@@ -51,6 +51,7 @@ CONFINED = {
     "confluent_kafka": {"sources.kafka.client"},
     "ctypes": {"sources.kafka.librdkafka", "sources.kafka.consumer"},
     "tqdm": {"sources.iceberg", "sources.postgres"},
+    "google": {"sources.kafka.protobuf"},
     "urllib3": {"sinks.opensearch.client", "sources.kafka.registry"},
 }
 # The gateway to the JVM is handed over in `config` and used below it.

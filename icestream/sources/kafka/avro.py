@@ -40,9 +40,10 @@ from icestream.sources.kafka.columns import (
     list_node,
     map_node,
     struct_node,
+    symbols_node,
 )
 from icestream.sources.kafka.payloads import Payloads, payloads_of
-from icestream.sources.kafka.wire import ABSENT, REASONS, Fault
+from icestream.sources.kafka.wire import ABSENT, Fault, rejections
 
 # A schema of a few named types can describe more columns than memory holds.
 STEPS_MAX = 20_000
@@ -182,12 +183,6 @@ def decode(
         store.grow(domain)
     array = assemble(plan.root, store, payloads.content, faults == Fault.NONE)
     return ArrowField(array=array, kind=plan.root.kind), rejections(faults, "an Avro record")
-
-
-def rejections(faults: np.ndarray[Any, Any], what: str) -> Mapping[int, str]:
-    """The reasons of faults by the place of their records."""
-    places = np.flatnonzero((faults != Fault.NONE) & (faults != ABSENT))
-    return {int(place): f"{what} is damaged: {REASONS[Fault(faults[place])]}" for place in places}
 
 
 @lru_cache(maxsize=SCHEMAS_KEPT)
@@ -373,11 +368,12 @@ class _Compiler:
         return struct_node(names, inner), size
 
     def _enum(self, schema: Mapping[str, Any], domain: int) -> Node:
-        symbols = tuple(map(str, schema.get("symbols", ())))
+        symbols = [str(symbol) for symbol in schema.get("symbols", ())]
+        if not symbols:
+            raise _rejected("an enum has no symbols")
         slot = self.layout.slot(domain)
         self.emit(Code.NUMBER, slot, domain, 0, len(symbols) - 1, 1)
-        arrow = pa.large_string()
-        return Node(form=Form.SYMBOL, arrow=arrow, kind=StringType(), slot=slot, symbols=symbols)
+        return symbols_node(slot, dict(enumerate(symbols)))
 
     def _fixed(self, schema: Mapping[str, Any], domain: int) -> tuple[Node, int]:
         size = schema.get("size")
@@ -399,11 +395,11 @@ class _Compiler:
         block = self.emit(Code.BLOCK, slot, domain, items)
         if schema["type"] == "array":
             element, size = self.compile(schema.get("items"), namespace, items)
-            node = list_node(element, slot)
+            node = list_node(element, slot, items)
         else:
             key, key_size = self.compile("string", namespace, items)
             value, value_size = self.compile(schema.get("values"), namespace, items)
-            node, size = map_node(key, value, slot), key_size + value_size
+            node, size = map_node(key, value, slot, items), key_size + value_size
         after = self.emit(Code.NEXT, slot, domain, items, block) + 1
         self.steps[block][4:] = [after, size]
         return node, 1

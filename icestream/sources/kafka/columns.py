@@ -13,10 +13,9 @@ of a union leaves out costs nothing: nobody writes it, and its parent says that 
 A kernel that needs more room for a domain says so before it writes; `Store.grow` makes it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -49,6 +48,7 @@ class Form(Enum):
     LIST = auto()
     MAP = auto()
     SCALED_NUMBER = auto()
+    MOMENT = auto()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,9 @@ class Node:
     """A value of the schema: its types, its first slot, and the nodes inside it.
 
     `kind` is the column that it should become, None when it is always null. `BYTES` and `DECIMAL`
-    have two slots: start and length, low and high word. `LIST` and `MAP` have the number of items.
+    have two slots: start and length, low and high word; `MOMENT` has seconds and nanoseconds.
+    `LIST` and `MAP` have the number of items, and the next slot has their first one's place in
+    `items`, their domain, if items are `scattered`: some may belong to nobody.
     """
 
     form: Form
@@ -73,7 +75,10 @@ class Node:
     slot: int = -1
     presence: Presence | None = None
     symbols: tuple[str, ...] = ()
+    numbers: tuple[int, ...] = ()
     inner: tuple["Node", ...] = ()
+    items: int = -1
+    scattered: bool = False
 
 
 @dataclass(slots=True)
@@ -147,24 +152,33 @@ def struct_node(
     )
 
 
-def list_node(element: Node, slot: int, presence: Presence | None = None) -> Node:
-    """A list; one of things that are always null becomes a list of text."""
-    kind = ListType(_ANY_ID, element.kind or StringType(), element_required=False)
-    arrow = pa.large_list(pa.field("element", element.arrow))
+def symbols_node(slot: int, names: Mapping[int, str]) -> Node:
+    """An enum: the names of its numbers, of which it has at least one."""
+    numbers = tuple(sorted(names))
     return Node(
-        form=Form.LIST, arrow=arrow, kind=kind, slot=slot, presence=presence, inner=(element,)
+        form=Form.SYMBOL,
+        arrow=pa.large_string(),
+        kind=StringType(),
+        slot=slot,
+        symbols=tuple(names[number] for number in numbers),
+        numbers=numbers,
     )
 
 
-def map_node(key: Node, value: Node, slot: int, presence: Presence | None = None) -> Node:
+def list_node(element: Node, slot: int, items: int) -> Node:
+    """A list; one of things that are always null becomes a list of text."""
+    kind = ListType(_ANY_ID, element.kind or StringType(), element_required=False)
+    arrow = pa.large_list(pa.field("element", element.arrow))
+    return Node(form=Form.LIST, arrow=arrow, kind=kind, slot=slot, inner=(element,), items=items)
+
+
+def map_node(key: Node, value: Node, slot: int, items: int) -> Node:
     """A map; of equal keys in one value the last counts."""
     kind = MapType(
         _ANY_ID, key.kind or StringType(), _ANY_ID + 1, value.kind or StringType(), False
     )
     arrow = pa.map_(key.arrow, value.arrow)
-    return Node(
-        form=Form.MAP, arrow=arrow, kind=kind, slot=slot, presence=presence, inner=(key, value)
-    )
+    return Node(form=Form.MAP, arrow=arrow, kind=kind, slot=slot, inner=(key, value), items=items)
 
 
 def assemble(node: Node, store: Store, content: Bytes, there: Mask) -> pa.Array:
@@ -184,6 +198,7 @@ def assemble(node: Node, store: Store, content: Bytes, there: Mask) -> pa.Array:
         Form.LIST: _lists,
         Form.MAP: _maps,
         Form.SCALED_NUMBER: _scaled_numbers,
+        Form.MOMENT: _moments,
     }
     return make[node.form](node, store, content, there)
 
@@ -231,8 +246,20 @@ def _runs(node: Node, store: Store, content: Bytes, there: Mask) -> pa.Array:
 
 
 def _symbols(node: Node, store: Store, content: Bytes, there: Mask) -> pa.Array:
-    numbers = pa.array(store.column(node.slot), mask=~there)
-    return pa.array(node.symbols, node.arrow).take(numbers)
+    """Names of an enum's values; a number that has no name is its own."""
+    words = np.where(there, store.column(node.slot), node.numbers[0])
+    places = np.minimum(np.searchsorted(node.numbers, words), len(node.numbers) - 1)
+    named = np.asarray(node.numbers)[places] == words
+    names = pa.array(node.symbols, node.arrow).take(pa.array(places, mask=~there))
+    if named.all():
+        return names
+    return pc.if_else(pa.array(named), names, pc.cast(pa.array(words), node.arrow))
+
+
+def _moments(node: Node, store: Store, content: Bytes, there: Mask) -> pa.Array:
+    seconds, nanos = store.column(node.slot), store.column(node.slot + 1)
+    micros = np.where(there, seconds, 0) * 1_000_000 + np.where(there, nanos, 0) // 1000
+    return _array(node.arrow, there, micros)
 
 
 def _structs(node: Node, store: Store, content: Bytes, there: Mask) -> pa.Array:
@@ -240,25 +267,29 @@ def _structs(node: Node, store: Store, content: Bytes, there: Mask) -> pa.Array:
     return pa.Array.from_buffers(node.arrow, len(there), [_bitmap(there)], children=inner)
 
 
-def _offsets(node: Node, store: Store, there: Mask) -> Indices:
+def _items(node: Node, store: Store, content: Bytes, there: Mask) -> tuple[Indices, list[pa.Array]]:
+    """Where the items of each list or map begin and end, and the arrays of the items."""
+    counts = np.where(there, store.column(node.slot), 0)
     offsets = np.zeros(len(there) + 1, dtype=np.int64)
-    np.cumsum(np.where(there, store.column(node.slot), 0), out=offsets[1:])
-    return offsets
+    np.cumsum(counts, out=offsets[1:])
+    total = int(store.entries[node.items])
+    every = np.ones(total, dtype=np.bool_)
+    arrays = [assemble(each, store, content, every) for each in node.inner]
+    if node.scattered and offsets[-1] < total:
+        shifts = np.repeat(store.column(node.slot + 1) - offsets[:-1], counts)
+        places = pa.array(np.arange(offsets[-1]) + shifts)
+        arrays = [array.take(places) for array in arrays]
+    return offsets, arrays
 
 
 def _lists(node: Node, store: Store, content: Bytes, there: Mask) -> pa.Array:
-    offsets = _offsets(node, store, there)
-    every = np.ones(int(offsets[-1]), dtype=np.bool_)
-    items = assemble(node.inner[0], store, content, every)
+    offsets, items = _items(node, store, content, there)
     buffers = [_bitmap(there), pa.py_buffer(offsets)]
-    return pa.Array.from_buffers(node.arrow, len(there), buffers, children=[items])
+    return pa.Array.from_buffers(node.arrow, len(there), buffers, children=items)
 
 
 def _maps(node: Node, store: Store, content: Bytes, there: Mask) -> pa.Array:
-    offsets = _offsets(node, store, there)
-    every = np.ones(int(offsets[-1]), dtype=np.bool_)
-    make = partial(assemble, store=store, content=content, there=every)
-    keys, values = (make(each) for each in node.inner)
+    offsets, (keys, values) = _items(node, store, content, there)
     counts, chosen = _last_of_equal_keys(keys, offsets)
     if len(chosen) < len(keys):
         keys, values = keys.take(pa.array(chosen)), values.take(pa.array(chosen))
@@ -272,8 +303,8 @@ def _last_of_equal_keys(keys: pa.Array, offsets: Indices) -> tuple[Indices, Indi
     """How many entries each map keeps, and which: Iceberg's maps have distinct keys."""
     owners = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
     codes = keys.dictionary_encode().indices.to_numpy(zero_copy_only=False).astype(np.int64)
-    pairs = np.stack([owners, codes], axis=1)
-    _, last = np.unique(pairs[::-1], axis=0, return_index=True)
+    pairs = owners * (int(codes.max(initial=0)) + 1) + codes
+    _, last = np.unique(pairs[::-1], return_index=True)
     chosen = np.sort(len(owners) - 1 - last).astype(np.int64)
     counts = np.bincount(owners[chosen], minlength=len(offsets) - 1).astype(np.int64)
     return counts, chosen

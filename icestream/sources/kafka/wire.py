@@ -4,6 +4,7 @@ Each is given where the value begins and where the record ends, and answers -1 a
 the value when it does not lie before that end. No read leaves the record.
 """
 
+from collections.abc import Mapping
 from enum import IntEnum
 from typing import Any
 
@@ -26,6 +27,7 @@ class Fault(IntEnum):
     DIGITS = 7
     TAG = 8
     NANOS = 9
+    TWICE = 10
 
 
 REASONS = {
@@ -37,7 +39,8 @@ REASONS = {
     Fault.COUNT: "a list or map claims more items than the record has room for",
     Fault.DIGITS: f"a decimal has more digits than its schema says, or than {DECIMAL_DIGITS_MAX}",
     Fault.TAG: "a field has a number or form that its format does not have",
-    Fault.NANOS: "a timestamp is outside the range that can be kept exactly",
+    Fault.NANOS: "a timestamp has nanoseconds, which its column does not keep, or is out of range",
+    Fault.TWICE: "a message that is kept as bytes occurs twice where one belongs",
 }
 
 ABSENT = 255
@@ -51,6 +54,12 @@ _TOP = np.uint64(56)
 _DECIMAL_LIMITS = np.array(
     [divmod(10**digits, 2**64) for digits in range(DECIMAL_DIGITS_MAX + 1)], dtype=np.uint64
 )
+
+
+def rejections(faults: Bytes, what: str) -> Mapping[int, str]:
+    """The reasons of faults by the place of their records."""
+    places = np.flatnonzero((faults != Fault.NONE) & (faults != ABSENT))
+    return {int(place): f"{what} is damaged: {REASONS[Fault(faults[place])]}" for place in places}
 
 
 @part
