@@ -12,7 +12,7 @@ type (`connect.name`) count before Avro's logical types.
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -35,15 +35,14 @@ from icestream.sources.kafka.columns import (
     Layout,
     Node,
     Presence,
-    Store,
-    assemble,
     list_node,
     map_node,
+    read_records,
     struct_node,
     symbols_node,
 )
 from icestream.sources.kafka.payloads import Payloads, payloads_of
-from icestream.sources.kafka.wire import ABSENT, Fault, rejections
+from icestream.sources.kafka.wire import rejections
 
 # A schema of a few named types can describe more columns than memory holds.
 STEPS_MAX = 20_000
@@ -176,12 +175,7 @@ def decode(
     """
     payloads = values if isinstance(values, Payloads) else payloads_of(values)
     plan = compile_schema(schema, tuple(references))
-    store = Store(plan.layout, len(payloads))
-    faults = np.where(payloads.absent, ABSENT, 0).astype(np.uint8)
-    places = (payloads.starts, payloads.ends)
-    while (domain := walk(plan.program, payloads.content, places, store.slots(), faults)) >= 0:
-        store.grow(domain)
-    array = assemble(plan.root, store, payloads.content, faults == Fault.NONE)
+    array, faults = read_records(plan.layout, plan.root, payloads, partial(walk, plan.program))
     return ArrowField(array=array, kind=plan.root.kind), rejections(faults, "an Avro record")
 
 

@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 
 from icestream.sources.compiled import Bytes, kernel, load_word, part, pointer
-from icestream.sources.kafka.columns import Slots, Words
+from icestream.sources.kafka.columns import ABSENT, Slots, Words
 from icestream.sources.kafka.wire import (
-    ABSENT,
     Fault,
     decimal,
     restore,

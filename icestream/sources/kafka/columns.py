@@ -24,14 +24,22 @@ import pyarrow.compute as pc
 from pyiceberg.types import IcebergType, ListType, MapType, NestedField, StringType, StructType
 
 from icestream.sources.compiled import WORD_BYTES, Bytes, kernel, load_word, pointer, store_word
+from icestream.sources.kafka.payloads import Payloads
 from icestream.sources.kafka.rows import Indices, Mask
 
 Words = npt.NDArray[np.int64]
 # What kernels see of a store: words, where each slot begins, room and number of entries by domain.
 Slots = tuple[Words, Words, Words, Words]
+# Content, starts and ends of records, slots, and faults to be written.
+Walk = Callable[[Bytes, tuple[Words, Words], Slots, Bytes], int]
 DECIMAL_DIGITS_MAX = 38
 # Fewer lists than records is usual; where it is not, the room doubles a few times.
 ROOM_MIN = 64
+# Records are read so many words at a time, which the processor's caches hold.
+WORDS_MAX = 2**20
+RECORDS_MIN = 256
+# What is written for records without a value in place of a fault.
+ABSENT = 255
 # The ids of fields inside a column are given anew when a table takes it.
 _ANY_ID = 1
 
@@ -179,6 +187,27 @@ def map_node(key: Node, value: Node, slot: int, items: int) -> Node:
     )
     arrow = pa.map_(key.arrow, value.arrow)
     return Node(form=Form.MAP, arrow=arrow, kind=kind, slot=slot, inner=(key, value), items=items)
+
+
+def read_records(
+    layout: Layout, root: Node, payloads: Payloads, walk: Walk
+) -> tuple[pa.Array, Bytes]:
+    """The array of all records, and the fault of each; null where it has one or has no value.
+
+    `walk` is a format's kernel with its program: it reads the records at these places from the
+    first unread one on, and answers the domain that needs room, or -1 at the end.
+    """
+    faults = np.where(payloads.absent, ABSENT, 0).astype(np.uint8)
+    size = max(RECORDS_MIN, WORDS_MAX // max(len(layout.domain_of), 1))
+    arrays = []
+    for start in range(0, max(len(payloads), 1), size):
+        here = slice(start, start + size)
+        store = Store(layout, len(faults[here]))
+        places = (payloads.starts[here], payloads.ends[here])
+        while (domain := walk(payloads.content, places, store.slots(), faults[here])) >= 0:
+            store.grow(domain)
+        arrays.append(assemble(root, store, payloads.content, faults[here] == 0))
+    return arrays[0] if len(arrays) == 1 else pa.concat_arrays(arrays), faults
 
 
 def assemble(node: Node, store: Store, content: Bytes, there: Mask) -> pa.Array:

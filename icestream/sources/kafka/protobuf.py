@@ -16,7 +16,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path, PurePosixPath
 
 import numpy as np
@@ -25,17 +25,16 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.descriptor_pb2 import FileDescriptorProto, FileDescriptorSet
 from google.protobuf.descriptor_pool import DescriptorPool
 
-from icestream.errors import SchemaRejected
+from icestream.errors import SchemaRejected, SourceUnavailable
 from icestream.sources.kafka.arrow_fields import ArrowField, iceberg_type
 from icestream.sources.kafka.columns import (
     Form,
     Layout,
     Node,
     Presence,
-    Store,
-    assemble,
     list_node,
     map_node,
+    read_records,
     struct_node,
     symbols_node,
 )
@@ -48,7 +47,7 @@ from icestream.sources.kafka.protobuf_kernels import (
     walk,
 )
 from icestream.sources.kafka.rows import Indices
-from icestream.sources.kafka.wire import ABSENT, Fault, rejections
+from icestream.sources.kafka.wire import rejections
 
 # A few messages can describe more columns than memory holds.
 FIELDS_MAX = 20_000
@@ -86,7 +85,12 @@ TYPE_RULES: Sequence[tuple[str, str, str]] = (
     ("enum", "string", "The value's name; of an open enum a number without one as digits."),
     ("message", "struct", ""),
     ("repeated", "list", ""),
-    ("map", "map", "Of equal keys in one record the last counts."),
+    (
+        "map",
+        "map",
+        "Of equal keys in one record the last counts. A record whose map has a value that its "
+        "closed enum lacks is rejected.",
+    ),
     (
         "a field without presence (proto3)",
         "never null",
@@ -164,12 +168,7 @@ def decode(
     """
     payloads = values if isinstance(values, Payloads) else payloads_of(values)
     plan = compile_schema(schema, tuple(references.items()), tuple(message))
-    store = Store(plan.layout, len(payloads))
-    faults = np.where(payloads.absent, ABSENT, 0).astype(np.uint8)
-    places = (payloads.starts, payloads.ends)
-    while (domain := walk(plan.tables, payloads.content, places, store.slots(), faults)) >= 0:
-        store.grow(domain)
-    array = assemble(plan.root, store, payloads.content, faults == Fault.NONE)
+    array, faults = read_records(plan.layout, plan.root, payloads, partial(walk, plan.tables))
     return ArrowField(array=array, kind=plan.root.kind), rejections(faults, "a Protobuf message")
 
 
@@ -222,13 +221,16 @@ def _files(schema: str, references: tuple[tuple[str, str], ...]) -> DescriptorPo
         for path, text in {**_KNOWN_FILES, **dict(references), _FILE: schema}.items():
             _write(folder, path, text)
         command = [sys.executable, "-m", "grpc_tools.protoc", f"-I{folder}", "--include_imports"]
-        done = subprocess.run(
-            [*command, f"--descriptor_set_out={folder / 'out'}", _FILE],
-            capture_output=True,
-            text=True,
-            cwd=folder,
-            timeout=COMPILE_SECONDS_MAX,
-        )
+        try:
+            done = subprocess.run(
+                [*command, f"--descriptor_set_out={folder / 'out'}", _FILE],
+                capture_output=True,
+                text=True,
+                cwd=folder,
+                timeout=COMPILE_SECONDS_MAX,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise SourceUnavailable("protoc could not finish in time") from error
         if done.returncode != 0:
             raise _rejected("protoc does not take it", done.stderr[:REASON_CHARACTERS_MAX])
         files = FileDescriptorSet.FromString((folder / "out").read_bytes())

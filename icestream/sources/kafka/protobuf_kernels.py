@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from icestream.sources.compiled import Bytes, kernel, load_word, part, pointer
-from icestream.sources.kafka.columns import Slots, Words
-from icestream.sources.kafka.wire import ABSENT, Fault, restore, utf8, varint, zigzag
+from icestream.sources.kafka.columns import ABSENT, Slots, Words
+from icestream.sources.kafka.wire import Fault, restore, utf8, varint, zigzag
 
 
 class Code(IntEnum):
@@ -54,6 +54,7 @@ _NUMBER_MAX = 2**29 - 1
 _SECONDS_MIN, _SECONDS_MAX = -62_135_596_800, 253_402_300_799
 _NANOS_MAX = 999_999_999
 _CUT, _NOT_TEXT, _TAG = int(Fault.CUT), int(Fault.TEXT), int(Fault.TAG)
+_RANGE = int(Fault.RANGE)
 _NANOS, _TWICE = int(Fault.NANOS), int(Fault.TWICE)
 _LOW_HALF = np.uint64(0xFFFF_FFFF)
 _ONE, _NONE, _THREE, _SEVEN = np.uint64(1), np.uint64(0), np.uint64(3), np.uint64(7)
@@ -225,6 +226,9 @@ def _scalars(
             words[starts[fields[field + SLOT]] + index] = word
             if fields[field + COUNT] >= 0:
                 entries[domain] += 1
+        elif fields[field + COUNT] < 0 and fields[field + PRESENT] < 0:
+            # The value of a map: without it, its key would be there alone.
+            return 0, _RANGE
         if not packed:
             return at, 0
     return at, 0 if packed else _CUT

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from icestream.sources.compiled import WORD_BYTES, Bytes, load_word, part
-from icestream.sources.kafka.columns import DECIMAL_DIGITS_MAX, Words
+from icestream.sources.kafka.columns import ABSENT, DECIMAL_DIGITS_MAX, Words
 
 
 class Fault(IntEnum):
@@ -42,8 +42,6 @@ REASONS = {
     Fault.NANOS: "a timestamp has nanoseconds, which its column does not keep, or is out of range",
     Fault.TWICE: "a message that is kept as bytes occurs twice where one belongs",
 }
-
-ABSENT = 255
 
 # Arithmetic on unsigned words: numba makes a float of an unsigned and a signed number.
 _SEVEN, _EIGHT, _LAST_SHIFT = np.uint64(7), np.uint64(8), np.uint64(63)

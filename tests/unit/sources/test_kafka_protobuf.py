@@ -192,3 +192,18 @@ def test_messages_are_counted_without_those_of_maps():
     schema = HEAD + "message M { map<string, int32> m = 1; message N { int32 n = 1; } }"
     found, _ = read(schema, b"\x08\x07", message=(0, 0))
     assert found.array.to_pylist() == [{"n": 7}]
+
+
+def test_a_map_with_a_value_that_its_closed_enum_lacks_rejects_its_record():
+    """K3: readers differ in what they do about it, so nothing is guessed."""
+    schema = 'syntax = "proto2"; message M { map<int32, E> m = 1; } enum E { NONE = 0; ONE = 1; }'
+    found, rejected = read(schema, field(1, b"\x08\x07\x10\x01"), field(1, b"\x08\x07\x10\x09"))
+    assert set(rejected) == {1}
+    assert found.array.to_pylist() == [{"m": [(7, "ONE")]}, None]
+
+
+def test_a_field_inside_a_maps_entry_that_the_schema_does_not_have_is_skipped():
+    """K3: key and value count."""
+    schema = HEAD + "message M { map<int32, int32> m = 1; }"
+    found, _ = read(schema, field(1, b"\x08\x07\x18\x05\x10\x02") + field(1, b""))
+    assert found.array.to_pylist() == [{"m": [(7, 2), (0, 0)]}]
