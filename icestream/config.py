@@ -328,6 +328,7 @@ def _kafka_source(config: PipelineConfig, options: KafkaOptions, workers: int) -
     reading = Reading(
         settings=options.settings(),
         value=options.value,
+        registry=options.schema_registry,
         route=Route(**dataclasses.asdict(route)) if route else Route(),
         keys=Keys(by_table={**given, **options.keys}, otherwise=sink.equality_delete_by),
         declared={

@@ -17,6 +17,7 @@ from icestream.sources.cockroachdb import CockroachdbOptions
 from icestream.sources.iceberg import IcebergSourceOptions, IcebergTableOptions
 from icestream.sources.kafka import KafkaOptions
 from icestream.sources.kafka.envelope import ValueOptions
+from icestream.sources.kafka.registry import RegistryOptions
 from icestream.sources.postgres import PostgresOptions
 from icestream.sources.postgres.decode import TYPE_RULES
 
@@ -27,6 +28,7 @@ SECTIONS: Mapping[str, type] = {
     "source.cockroachdb": CockroachdbOptions,
     "source.kafka": KafkaOptions,
     "source.kafka.value": ValueOptions,
+    "source.kafka.schema_registry": RegistryOptions,
     "source.iceberg": IcebergSourceOptions,
     "source.iceberg.tables": IcebergTableOptions,
     "sink.iceberg": IcebergSinkOptions,

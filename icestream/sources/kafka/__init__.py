@@ -27,7 +27,8 @@ from icestream.sources import Source, SplitsLost
 from icestream.sources.kafka.changes import no_key
 from icestream.sources.kafka.client import Cluster, Topic
 from icestream.sources.kafka.consumer import PartitionStalled, Range
-from icestream.sources.kafka.envelope import ValueOptions
+from icestream.sources.kafka.envelope import REGISTERED, ValueOptions
+from icestream.sources.kafka.registry import RegistryOptions
 from icestream.sources.kafka.split import (
     KafkaSplit,
     Partition,
@@ -63,6 +64,9 @@ class KafkaOptions:
     )
     value: ValueOptions = field(
         default_factory=ValueOptions, metadata={"doc": "What records are, and what they mean."}
+    )
+    schema_registry: RegistryOptions | None = field(
+        default=None, metadata={"doc": "Where the schemas of Avro and Protobuf records are."}
     )
     keys: Mapping[str, Sequence[str]] = field(
         default_factory=dict,
@@ -114,6 +118,14 @@ class KafkaOptions:
             raise ConfigInvalid(
                 f"the Kafka source lacks `{lacking}`",
                 hint="Write `kafka: {bootstrap_servers: localhost:9092, topics: [orders]}`.",
+            )
+        formats = {self.value.format, self.value.keys_format()}
+        if not formats.isdisjoint(REGISTERED) and not (
+            self.schema_registry and self.schema_registry.url
+        ):
+            raise ConfigInvalid(
+                f"records in {self.value.format} need a schema registry",
+                hint="Write `schema_registry: {url: http://localhost:8081}`.",
             )
         _refuse_unknown("start", self.start, (EARLIEST, LATEST))
         _refuse_unknown("on_recreated", self.on_recreated, (STOP, GO_ON))

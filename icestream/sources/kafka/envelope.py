@@ -27,7 +27,9 @@ from icestream.sources.kafka.text_fields import TextField
 
 Ops = npt.NDArray[np.int8]
 
-FORMATS = ("json", "string")
+# Formats whose schemas a registry has.
+REGISTERED = ("avro", "protobuf")
+FORMATS = ("json", "string", *REGISTERED)
 OPERATIONS = {"insert": Op.INSERT, "update": Op.UPSERT, "delete": Op.DELETE}
 # How operations are spelled where nobody says otherwise, in any case of letters.
 USUAL_OPERATIONS = {
@@ -44,7 +46,11 @@ class ValueOptions:
     """How the records of a topic are written and what they mean."""
 
     format: str = field(
-        default="json", metadata={"doc": "How values are written: `json` or `string`."}
+        default="json",
+        metadata={
+            "doc": "How values are written: `json`, `string`, or `avro` and `protobuf` with a "
+            "schema registry."
+        },
     )
     envelope: str = field(
         default="none",
@@ -72,7 +78,7 @@ class ValueOptions:
         },
     )
     key_format: str = field(
-        default="json", metadata={"doc": "How keys are written: `json` or `string`."}
+        default="", metadata={"doc": "How keys are written; as the values are by default."}
     )
     unavailable_value: str = field(
         default=UNAVAILABLE_VALUE,
@@ -81,7 +87,14 @@ class ValueOptions:
 
     def __post_init__(self) -> None:
         _refuse_unknown("format", self.format, FORMATS)
-        _refuse_unknown("key_format", self.key_format, FORMATS)
+        _refuse_unknown("key_format", self.keys_format(), FORMATS)
+        fitting = {"json": ("json", "string"), "string": ("string",)}
+        if self.keys_format() not in fitting.get(self.format, (*REGISTERED, "string")):
+            raise ConfigInvalid(
+                f"values in {self.format} cannot have keys in {self.keys_format()}",
+                hint="JSON goes with JSON or plain text, Avro and Protobuf with each other and "
+                "plain text.",
+            )
         _refuse_unknown("envelope", self.envelope, list(_ENVELOPES))
         for meaning in self.operations.values():
             _refuse_unknown("operation", meaning, list(OPERATIONS))
@@ -95,6 +108,10 @@ class ValueOptions:
                 f"plain text cannot be in the envelope {self.envelope}",
                 hint="Use `envelope: none`: each record is a row with the columns key and value.",
             )
+
+    def keys_format(self) -> str:
+        """How keys are written."""
+        return self.key_format or self.format
 
 
 def _refuse_unknown(what: str, name: str, known: Sequence[str]) -> None:
@@ -425,7 +442,7 @@ def _json_fields(
         cells, broken = values(records.values)
         said, rejected = _understood(cells, broken, "value")
         return said, JsonField.untyped(cells.only()), rejected
-    keys = _quoted(records.keys) if options.key_format == "string" else records.keys
+    keys = _quoted(records.keys) if options.keys_format() == "string" else records.keys
     # Columns mix what keys and values say, so both must lie in one buffer.
     both = pa.concat_arrays([keys.cast(pa.binary()), records.values.cast(pa.binary())])
     cells, broken = values(both)

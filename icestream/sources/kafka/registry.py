@@ -44,7 +44,9 @@ _TOO_MANY, _SERVER_ERROR = 429, 500
 class RegistryOptions:
     """Where the registry is and how to sign on to it."""
 
-    url: str = field(metadata={"doc": "Address such as `https://registry.example.com:8081`."})
+    url: str = field(
+        default="", metadata={"doc": "Address such as `https://registry.example.com:8081`."}
+    )
     username: str = field(
         default="", metadata={"doc": "User, or API key, for basic authentication."}
     )

@@ -21,7 +21,9 @@ from icestream.schema import TableShape, joined_shapes
 from icestream.sources import SplitsLost, TablesMissing, Targets
 from icestream.sources.kafka.changes import TableRows, ordered, shape_of
 from icestream.sources.kafka.consumer import Range, read_range
-from icestream.sources.kafka.envelope import ValueOptions, decode
+from icestream.sources.kafka.envelope import ValueOptions
+from icestream.sources.kafka.formats import decoded
+from icestream.sources.kafka.registry import RegistryOptions
 from icestream.sources.kafka.route import Route
 from icestream.sources.kafka.rows import Indices, Records, Rows
 
@@ -72,6 +74,7 @@ class Reading:
 
     settings: Mapping[str, str] = field(repr=False)
     value: ValueOptions
+    registry: RegistryOptions | None
     route: Route
     keys: Keys
     declared: Mapping[str, Mapping[str, IcebergType]]
@@ -161,22 +164,29 @@ class _Tables:
         self, where: Range, records: Records, at: Indices
     ) -> Iterator[tuple[str, pa.Table]]:
         """The changes in some records; `at` is a time for each that never goes back."""
-        decoded = decode(records, self._reading.value_of(where.topic))
         route = self._reading.route
-        strays = decoded.rows.records[route.strays(decoded.rows)].tolist()
-        rejected = {**decoded.rejected, **dict.fromkeys(strays, "the record belongs to no table")}
-        yield from self._letters(where.topic, where, records, rejected)
-        for table, rows in route.cut(where.topic, decoded.rows):
-            if table not in self._targets.tables():
-                self._miss(table, rows)
-                continue
-            found = self._table(table).changes(rows)
-            places = rows.records[found.taken]
-            reasons = {int(rows.records[n]): reason for n, reason in found.rejected.items()}
-            yield from self._letters(table, where, records, reasons)
-            offsets = records.offsets[places]
-            order = (offsets, offsets) if self._reading.keyed else (at[places], offsets)
-            yield table, ordered(found.batch, *order)
+        for part in decoded(records, self._reading.value_of(where.topic), self._reading.registry):
+            strays = part.rows.records[route.strays(part.rows)].tolist()
+            rejected = {**part.rejected, **dict.fromkeys(strays, "the record belongs to no table")}
+            yield from self._letters(where.topic, where, records, rejected)
+            for table, rows in route.cut(where.topic, part.rows):
+                yield from self._changes_of(table, where, records, rows, at)
+
+    def _changes_of(
+        self, table: str, where: Range, records: Records, rows: Rows, at: Indices
+    ) -> Iterator[tuple[str, pa.Table]]:
+        if not len(rows):
+            return
+        if table not in self._targets.tables():
+            self._miss(table, rows)
+            return
+        found = self._table(table).changes(rows)
+        places = rows.records[found.taken]
+        reasons = {int(rows.records[n]): reason for n, reason in found.rejected.items()}
+        yield from self._letters(table, where, records, reasons)
+        offsets = records.offsets[places]
+        order = (offsets, offsets) if self._reading.keyed else (at[places], offsets)
+        yield table, ordered(found.batch, *order)
 
     def _table(self, table: str) -> TableRows:
         if table not in self._rows:

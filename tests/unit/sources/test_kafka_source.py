@@ -54,6 +54,7 @@ def source(rows=1000, size=10**9, workers=2, route=None, **options) -> KafkaSour
     reading = Reading(
         settings=given.settings(),
         value=ValueOptions(),
+        registry=None,
         route=route or Route(),
         keys=Keys(by_table={}, otherwise=()),
         declared={},
