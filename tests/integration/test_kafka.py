@@ -1,11 +1,15 @@
 """Kafka topics on a real broker become Iceberg tables; Spark SQL and the log itself are asked."""
 
+import io
 import json
 import random
 import threading
 from collections.abc import Iterator
+from datetime import datetime
+from decimal import Decimal
 from pathlib import Path
 
+import fastavro
 import pytest
 from confluent_kafka import Consumer, TopicPartition
 from confluent_kafka.admin import AdminClient
@@ -15,6 +19,7 @@ from icestream import failpoints
 from icestream.errors import ConfigInvalid, DataRejected, HistoryLost, SchemaRejected
 from tests.integration.pipelines import Shell, assert_refused
 from tests.integration.topics import NAMESPACE, PIPELINE, Topics, created, deleted, updated
+from tests.registry import StandInRegistry
 from tests.servers import KafkaBroker, wait_until
 
 DEBEZIUM = {"value": {"format": "json", "envelope": "debezium"}}
@@ -463,3 +468,89 @@ def test_bad_input_gets_a_clear_error(topics, shell: Shell):
     assert_refused(shell.run(unknown), 2, "debezium")
     wrong = topics.document({"topics": ["x"], "properties": {"no.such.setting": "1"}})
     assert_refused(shell.run(wrong), 2, "no.such.setting")
+
+
+def avro(schema: dict, number: int, value: object) -> bytes:
+    """A record as Confluent's serializer writes it."""
+    out = io.BytesIO()
+    fastavro.schemaless_writer(out, fastavro.parse_schema(schema), value)
+    return b"\0" + number.to_bytes(4, "big") + out.getvalue()
+
+
+def row_schema(*more: dict) -> dict:
+    price = {"type": "bytes", "logicalType": "decimal", "precision": 12, "scale": 2}
+    moment = {"type": "long", "connect.name": "io.debezium.time.MicroTimestamp"}
+    fields = [
+        {"name": "id", "type": "long"},
+        {"name": "price", "type": ["null", price], "default": None},
+        {"name": "at", "type": moment},
+        *more,
+    ]
+    return {"type": "record", "name": "Value", "fields": fields}
+
+
+def event_schema(*more: dict) -> dict:
+    return {
+        "type": "record",
+        "name": "Envelope",
+        "fields": [
+            {"name": "before", "type": ["null", row_schema(*more)], "default": None},
+            {"name": "after", "type": ["null", "Value"], "default": None},
+            {"name": "op", "type": "string"},
+        ],
+    }
+
+
+def test_avro_events_of_debezium_become_rows(topics):
+    """K3, I11: keys too; a new schema version adds its column in the middle of an epoch."""
+    topics.create("orders", 2)
+    key = {"type": "record", "name": "Key", "fields": [{"name": "id", "type": "long"}]}
+    wide = event_schema({"name": "note", "type": ["null", "string"], "default": None})
+    moment = datetime(2024, 2, 29, 12, 30, 1, 5)
+    micros = 1_709_209_801_000_005
+    with StandInRegistry() as registry:
+        key_id = registry.register("k", json.dumps(key))
+        old, new = (registry.register("v", json.dumps(s)) for s in (event_schema(), wide))
+
+        def event(number: int, schema: dict, version: int, **columns: object) -> tuple:
+            row = {"id": number, "price": Decimal("12.50"), "at": micros, **columns}
+            value = {"before": None, "after": row, "op": "c"}
+            return avro(key, key_id, {"id": number}), avro(schema, version, value)
+
+        gone = {"before": None, "after": None, "op": "d"}
+        topics.send("orders", [event(n, event_schema(), old) for n in range(6)])
+        topics.send("orders", [event(7, wide, new, note="x")])
+        topics.send("orders", [(avro(key, key_id, {"id": 1}), None)])
+        topics.send("orders", [(avro(key, key_id, {"id": 2}), avro(wide, new, gone))])
+        source = {
+            "topics": ["orders"],
+            "value": {"format": "avro", "envelope": "debezium"},
+            "schema_registry": {"url": registry.url},
+        }
+        topics.run(topics.document(source))
+        topics.send("orders", [(None, b"no header")])
+        with pytest.raises(DataRejected, match="cannot be taken"):
+            topics.run(topics.document(source))
+    rows = {row["id"]: row for row in topics.rows("orders")}
+    assert sorted(rows) == [0, 3, 4, 5, 7]
+    assert rows[7] == {"id": 7, "price": Decimal("12.50"), "at": moment, "note": "x"}
+    assert rows[0]["note"] is None
+
+
+def test_protobuf_records_are_upserted_by_text_keys(topics):
+    """K3: Protobuf values with plain keys."""
+    topics.create("orders")
+    proto = 'syntax = "proto3"; message Order { string id = 1; int64 cents = 2; bool ok = 3; }'
+
+    def order(name: bytes, cents: int) -> bytes:
+        body = b"\x0a" + bytes([len(name)]) + name + b"\x10" + bytes([cents])
+        return b"\0" + number.to_bytes(4, "big") + b"\0" + body
+
+    with StandInRegistry() as registry:
+        number = registry.register("v", proto, "PROTOBUF")
+        topics.send("orders", [(b"a", order(b"a", 1)), (b"b", order(b"b", 2))])
+        topics.send("orders", [(b"a", order(b"a", 3)), (b"b", None)])
+        value = {"format": "protobuf", "key_format": "string", "envelope": "upsert", "key": ["id"]}
+        source = {"topics": ["orders"], "value": value, "schema_registry": {"url": registry.url}}
+        topics.run(topics.document(source))
+    assert topics.rows("orders") == [{"id": "a", "cents": 3, "ok": False}]
