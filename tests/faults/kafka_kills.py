@@ -5,32 +5,23 @@
 A producer writes transactions to a topic of four partitions all the time, some of them aborted.
 Records belong to three tables by a field. In one kind of pipeline each record is a new row, so
 that anything read twice or not at all shows; in the other it replaces or deletes its key's row.
-The pipeline runs as a process of its own and is killed at a failpoint; at the end a last run takes
-what is left. The topic itself, read by a client that is not icestream, is the oracle.
+The topic itself, read by a client that is not icestream, is the oracle.
 """
 
-import argparse
 import json
 import random
 import sys
-import tempfile
 import threading
-import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from confluent_kafka import Consumer, Producer, TopicPartition
 
-from icestream import failpoints
-from icestream.errors import IcestreamError
-from icestream.spark import session
-from tests.faults.kills import catalog_in, say
-from tests.faults.shop import KILLED, SPARK, Process, random_seed
-from tests.lake import Lake
+from tests.faults.killing import Place, Victim, kill_and_compare
 from tests.servers import KafkaBroker
 
 TABLES = ("red", "green", "blue")
@@ -44,7 +35,7 @@ ABORTED_SHARE = 0.1
 CADENCE = {"commit_interval": "PT0.2S", "epoch_rows_max": 300}
 
 
-class Writer(threading.Thread):
+class TopicWriter(threading.Thread):
     """Produces transactions until it is stopped."""
 
     def __init__(self, broker: KafkaBroker, topic: str, seed: int):
@@ -85,53 +76,40 @@ class Writer(threading.Thread):
 
 
 @dataclass(kw_only=True)
-class Victim:
-    """One topic, its pipeline and the lake that it fills."""
+class TopicVictim(Victim):
+    """One topic, named like its victim, and the pipeline that reads it."""
 
     broker: KafkaBroker
-    folder: Path
-    lake: Lake
-    catalog: Mapping[str, str]
-    name: str
     only_added: bool
-    story: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.broker.create_topic(self.name, PARTITIONS)
+        self.broker.create_topic(self.place.name, PARTITIONS)
 
-    def start(self, failpoint: str = "") -> Process:
-        """Start the pipeline."""
+    def pipeline(self) -> Mapping[str, Any]:
+        """Routes records to three tables, in small epochs."""
         changing = {"envelope": "cdc_field", "cdc_field": "op"}
         kafka = {
             "bootstrap_servers": self.broker.bootstrap_servers,
-            "topics": [self.name],
+            "topics": [self.place.name],
             "value": {"envelope": "none"} if self.only_added else changing,
         }
         route = {"field": "table", "tables": {table: f"^{table}$" for table in TABLES}}
-        iceberg = {"catalog": dict(self.catalog), "namespace": self.name, "route": route}
-        pipeline = {"source": {"kafka": kafka}, "sink": {"iceberg": iceberg}, **CADENCE}
-        file = self.folder / "pipelines.yaml"
-        file.write_text(yaml.safe_dump({self.name: pipeline, "spark": SPARK}))
-        return Process(["run", "--once", str(file)], failpoint)
+        sink = {"catalog": dict(self.place.catalog), "namespace": self.place.name, "route": route}
+        return {"source": {"kafka": kafka}, "sink": {"iceberg": sink}, **CADENCE}
 
-    def run_until_killed(self, failpoint: str) -> None:
-        """Run, be killed at a failpoint; a run that never comes there ends by itself."""
-        ended = self.start(failpoint).wait()
-        self.story.append(f"{failpoint} {'killed' if ended.exit_code == KILLED else ''}".strip())
-        assert ended.exit_code in (0, KILLED), ended.stderr[-3000:]
+    def writer(self, seed: int) -> TopicWriter:
+        """Produces to the topic."""
+        return TopicWriter(self.broker, self.place.name, seed)
 
-    def finish(self) -> None:
-        """Let a last run take what is left."""
-        self.broker.wait_for_transactions(self.name, PARTITIONS)
-        ended = self.start().wait()
-        assert ended.exit_code == 0, ended.stderr[-3000:]
+    def settle(self) -> None:
+        """The mark of a transaction may come after it is over."""
+        self.broker.wait_for_transactions(self.place.name, PARTITIONS)
 
     def assert_equal(self) -> None:
         """The lake has what the log says: no row more, none less, none other."""
         for table in TABLES:
             wanted = Counter(self._expected(table))
-            rows = self.lake.rows(f"{self.name}.{table}")
+            rows = self.place.lake.rows(f"{self.place.name}.{table}")
             found = Counter((row["id"], row["n"]) for row in rows)
             assert found == wanted, (
                 f"{table}: {len(found - wanted)} rows too many, {len(wanted - found)} missing: "
@@ -154,14 +132,14 @@ class Victim:
         consumer = Consumer(
             {
                 "bootstrap.servers": self.broker.bootstrap_servers,
-                "group.id": f"oracle-{self.name}",
+                "group.id": f"oracle-{self.place.name}",
                 "isolation.level": "read_committed",
                 "enable.partition.eof": True,
                 "auto.offset.reset": "earliest",
             }
         )
         try:
-            consumer.assign([TopicPartition(self.name, n, 0) for n in range(PARTITIONS)])
+            consumer.assign([TopicPartition(self.place.name, n, 0) for n in range(PARTITIONS)])
             ended = 0
             while ended < PARTITIONS:
                 message = consumer.poll(ANSWER_SECONDS)
@@ -174,61 +152,12 @@ class Victim:
             consumer.close()
 
 
-def play(victim: Victim, seed: int, kills: int) -> str:
-    """Kill so many times at random places, then compare; returns what happened."""
-    generator = random.Random(seed)
-    writer = Writer(victim.broker, victim.name, seed)
-    writer.start()
-    try:
-        for _ in range(kills):
-            place = generator.choice(failpoints.PLACES)
-            victim.run_until_killed(f"{place}=kill@{generator.choice([1, 1, 2, 3, 5, 8])}")
-    finally:
-        writer.stop()
-    victim.finish()
-    victim.assert_equal()
-    kind = "added" if victim.only_added else "changed"
-    return f"{writer.transactions} transactions, rows {kind}; {', '.join(victim.story)}"
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Kill so many times in a row, ten for each topic; 1 when lake and log differ."""
-    parser = argparse.ArgumentParser(description="Kill at random, then compare with the log.")
-    parser.add_argument("--kills", type=int, default=50, help="how often")
-    parser.add_argument("--seed", type=int, default=None, help="seed of the first ten")
-    options = parser.parse_args(arguments)
-    seed = random_seed() if options.seed is None else options.seed
-    say(f"seed {seed}")
-    with tempfile.TemporaryDirectory(prefix="icestream-kills-") as name:
-        folder = Path(name)
-        catalog = catalog_in(folder)
-        spark = session([catalog], "local[2]")
-        try:
-            lake = Lake(spark, catalog)
-            with KafkaBroker(folder / "kafka") as broker:
-                for number, start in enumerate(range(0, options.kills, 10)):
-                    begun = time.monotonic()
-                    kills = min(10, options.kills - start)
-                    victim = Victim(
-                        broker=broker,
-                        folder=folder / str(number),
-                        lake=lake,
-                        catalog=catalog,
-                        name=f"kills{number}",
-                        only_added=(seed + number) % 2 == 0,
-                    )
-                    line = play(victim, seed + number, kills)
-                    seconds = time.monotonic() - begun
-                    say(f"{start + kills} kills, seed {seed + number}: {seconds:.0f} s, {line}")
-        except (AssertionError, IcestreamError) as error:
-            again = "python -m tests.faults.kafka_kills --kills 10 --seed"
-            say(f"{error}\nagain: {again} {seed + number}")
-            return 1
-        finally:
-            spark.stop()
-    say(f"{options.kills} kills, lake and log equal")
-    return 0
+@contextmanager
+def victims(folder: Path) -> Iterator[Callable[[Place, int], Victim]]:
+    """A broker, and topics of their own on it, of both kinds in turn."""
+    with KafkaBroker(folder) as broker:
+        yield lambda place, seed: TopicVictim(place=place, broker=broker, only_added=seed % 2 == 0)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(kill_and_compare("tests.faults.kafka_kills", victims))

@@ -3,35 +3,25 @@
     python -m tests.faults.kills [--kills 50] [--seed N]
 
 A writer changes two tables all the time: inserts, updates, deletes, key changes, values that are
-too large for a page, in transactions over both. The pipeline runs as a process of its own and is
-killed at a failpoint, or whenever the seed says; at the end a last run takes what is left. The
-database itself is the oracle.
+too large for a page, in transactions over both. The database itself is the oracle.
 """
 
-import argparse
 import random
 import sys
-import tempfile
 import threading
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import yaml
+from typing import Any, ClassVar
 
 from icestream import failpoints
-from icestream.errors import IcestreamError
 from icestream.samples.postgres import EmbeddedPostgres
 from icestream.sources.postgres.connection import Connection, parse_dsn
-from icestream.spark import session
-from tests.faults.shop import KILLED, SPARK, Process, random_seed
-from tests.lake import Lake
+from tests.faults.killing import Place, Victim, kill_and_compare
 
 TABLES = ("accounts", "entries")
 ROWS = 3000
-PLACES = (*failpoints.PLACES, failpoints.AFTER_SLOT)
 # Small rounds, so that a kill finds a copy in the middle.
 SOURCE = {"tables": ["public.accounts", "public.entries"], "chunk_pages": 4}
 CADENCE = {"commit_interval": "PT0.2S", "epoch_bytes_max": 262_144}
@@ -40,7 +30,7 @@ PAUSE_SECONDS = 0.02
 LARGE_SHARE = 0.1
 
 
-class Writer(threading.Thread):
+class DatabaseWriter(threading.Thread):
     """Changes both tables until it is stopped."""
 
     def __init__(self, dsn: str, seed: int):
@@ -83,18 +73,13 @@ class Writer(threading.Thread):
 
 
 @dataclass(kw_only=True)
-class Victim:
-    """One database, its pipeline and the lake that it fills."""
+class DatabaseVictim(Victim):
+    """One database, and the pipeline that copies and follows it."""
 
     dsn: str
-    folder: Path
-    lake: Lake
-    catalog: Mapping[str, str]
-    namespace: str
-    story: list[str] = field(default_factory=list)
+    places: ClassVar[Sequence[str]] = (*failpoints.PLACES, failpoints.AFTER_SLOT)
 
     def __post_init__(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
         with Connection(parse_dsn(self.dsn)) as connection:
             for table in TABLES:
                 connection.rows(
@@ -106,36 +91,23 @@ class Victim:
                     f"FROM generate_series(0, {ROWS - 1}) g"
                 )
 
-    def start(self, *arguments: str, failpoint: str = "") -> Process:
-        """Start the pipeline."""
-        source = {"postgres": {"dsn": self.dsn, **SOURCE}}
-        sink = {"iceberg": {"catalog": dict(self.catalog), "namespace": self.namespace}}
-        document = {
-            self.namespace: {"source": source, "sink": sink, **CADENCE},
-            "spark": SPARK,
-        }
-        file = self.folder / "pipelines.yaml"
-        file.write_text(yaml.safe_dump(document))
-        return Process(["run", *arguments, str(file)], failpoint)
+    def pipeline(self) -> Mapping[str, Any]:
+        """Copies in small rounds, then follows in small epochs."""
+        sink = {"catalog": dict(self.place.catalog), "namespace": self.place.name}
+        source = {"dsn": self.dsn, **SOURCE}
+        return {"source": {"postgres": source}, "sink": {"iceberg": sink}, **CADENCE}
 
-    def run_until_killed(self, failpoint: str) -> None:
-        """Run, be killed at a failpoint; a run that never comes there ends by itself."""
-        ended = self.start("--once", failpoint=failpoint).wait()
-        self.story.append(f"{failpoint} {'killed' if ended.exit_code == KILLED else ''}".strip())
-        assert ended.exit_code in (0, KILLED), ended.stderr[-3000:]
-
-    def finish(self) -> None:
-        """Let a last run take what is left."""
-        ended = self.start("--once").wait()
-        assert ended.exit_code == 0, ended.stderr[-3000:]
+    def writer(self, seed: int) -> "DatabaseWriter":
+        """Changes both tables."""
+        return DatabaseWriter(self.dsn, seed)
 
     def assert_equal(self) -> None:
-        """The lake has what the database has: no row more, none less, none other."""
+        """The lake has what the database has."""
         with Connection(parse_dsn(self.dsn)) as connection:
             for table in TABLES:
                 rows = connection.rows(f"SELECT id, owner, amount, note FROM {table}")
                 wanted = {row[0]: tuple(row[1:]) for row in rows}
-                found = self.lake.rows(f"{self.namespace}.{table}")
+                found = self.place.lake.rows(f"{self.place.name}.{table}")
                 ids = [row["id"] for row in found]
                 assert len(ids) == len(set(ids)), f"{table} has rows twice: {self.story}"
                 have = {r["id"]: (r["owner"], r["amount"], r["note"]) for r in found}
@@ -143,68 +115,11 @@ class Victim:
                 assert not differ, f"{table} differs in {sorted(differ)[:5]}: {self.story}"
 
 
-def play(victim: Victim, seed: int, kills: int) -> str:
-    """Kill so many times at random places, then compare; returns what happened."""
-    generator = random.Random(seed)
-    writer = Writer(victim.dsn, seed)
-    writer.start()
-    try:
-        for _ in range(kills):
-            place = generator.choice(PLACES)
-            victim.run_until_killed(f"{place}=kill@{generator.choice([1, 1, 2, 3, 5, 8])}")
-    finally:
-        writer.stop()
-    victim.finish()
-    victim.assert_equal()
-    return f"{writer.transactions} transactions; {', '.join(victim.story)}"
-
-
-def catalog_in(folder: Path) -> dict[str, str]:
-    """A SQLite catalog and a warehouse in a folder."""
-    return {
-        "type": "jdbc",
-        "name": "kills",
-        "uri": f"jdbc:sqlite:{folder / 'catalog.db'}",
-        "warehouse": str(folder / "warehouse"),
-        "jdbc.schema-version": "V1",
-    }
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Kill so many times in a row, ten for each database; 1 when lake and database differ."""
-    parser = argparse.ArgumentParser(description="Kill at random, then compare with PostgreSQL.")
-    parser.add_argument("--kills", type=int, default=50, help="how often")
-    parser.add_argument("--seed", type=int, default=None, help="seed of the first ten")
-    options = parser.parse_args(arguments)
-    seed = random_seed() if options.seed is None else options.seed
-    say(f"seed {seed}")
-    with tempfile.TemporaryDirectory(prefix="icestream-kills-") as name:
-        folder = Path(name)
-        catalog = catalog_in(folder)
-        spark = session([catalog], "local[2]")
-        try:
-            lake = Lake(spark, catalog)
-            with EmbeddedPostgres(folder / "postgres") as server:
-                for number, start in enumerate(range(0, options.kills, 10)):
-                    begun = time.monotonic()
-                    kills = min(10, options.kills - start)
-                    victim = Victim(
-                        dsn=database(server.dsn, f"d{number}"),
-                        folder=folder / str(number),
-                        lake=lake,
-                        catalog=catalog,
-                        namespace=f"kills{number}",
-                    )
-                    line = play(victim, seed + number, kills)
-                    seconds = time.monotonic() - begun
-                    say(f"{start + kills} kills, seed {seed + number}: {seconds:.0f} s, {line}")
-        except (AssertionError, IcestreamError) as error:
-            say(f"{error}\nagain: python -m tests.faults.kills --kills 10 --seed {seed + number}")
-            return 1
-        finally:
-            spark.stop()
-    say(f"{options.kills} kills, lake and database equal")
-    return 0
+@contextmanager
+def victims(folder: Path) -> Iterator[Callable[[Place, int], Victim]]:
+    """A PostgreSQL, and databases of their own on it."""
+    with EmbeddedPostgres(folder) as server:
+        yield lambda place, seed: DatabaseVictim(place=place, dsn=database(server.dsn, place.name))
 
 
 def database(dsn: str, name: str) -> str:
@@ -214,11 +129,5 @@ def database(dsn: str, name: str) -> str:
     return dsn.rsplit("/", 1)[0] + f"/{name}"
 
 
-def say(line: str) -> Any:
-    """One line for whoever watches."""
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(kill_and_compare("tests.faults.kills", victims))

@@ -1,6 +1,5 @@
 """Kill -9 of a pipeline that copies and follows PostgreSQL: at every place, and at random."""
 
-import itertools
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -8,49 +7,34 @@ from pyspark.sql import SparkSession
 
 from icestream import failpoints
 from icestream.samples.postgres import EmbeddedPostgres
-from tests.faults.kills import Victim, Writer, catalog_in, database, play
-from tests.lake import Lake
+from tests.faults.killing import places_in, play
+from tests.faults.kills import DatabaseVictim, database
 
-MakeVictim = Callable[[], Victim]
+MakeVictim = Callable[[], DatabaseVictim]
 # Chosen for what they hold: kills in the copy and in the stream.
 SEED = 4
 KILLS = 2
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedPostgres]:
-    """A real PostgreSQL."""
-    with EmbeddedPostgres(tmp_path_factory.mktemp("postgres")) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
 def make_victim(
-    server: EmbeddedPostgres, spark: SparkSession, tmp_path_factory: pytest.TempPathFactory
-) -> MakeVictim:
-    """Makes a database with a pipeline of its own."""
-    folder = tmp_path_factory.mktemp("kills")
-    catalog = catalog_in(folder)
-    lake = Lake(spark, catalog)
-    numbers = itertools.count()
+    spark: SparkSession, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[MakeVictim]:
+    """Makes a database on a real PostgreSQL, with a pipeline of its own."""
+    place = places_in(tmp_path_factory.mktemp("kills"), spark)
+    with EmbeddedPostgres(tmp_path_factory.mktemp("postgres")) as server:
 
-    def make() -> Victim:
-        number = next(numbers)
-        return Victim(
-            dsn=database(server.dsn, f"d{number}"),
-            folder=folder / str(number),
-            lake=lake,
-            catalog=catalog,
-            namespace=f"kills{number}",
-        )
+        def make() -> DatabaseVictim:
+            where = place()
+            return DatabaseVictim(place=where, dsn=database(server.dsn, where.name))
 
-    return make
+        yield make
 
 
 def test_a_copy_that_is_killed_everywhere_loses_and_doubles_nothing(make_victim: MakeVictim):
     """P3, P4: whatever was committed stays, the rest is read again beside the stream."""
     victim = make_victim()
-    writer = Writer(victim.dsn, seed=1)
+    writer = victim.writer(seed=1)
     writer.start()
     try:
         victim.run_until_killed(f"{failpoints.AFTER_SLOT}=kill@1")
@@ -67,7 +51,7 @@ def test_a_stream_that_is_killed_everywhere_loses_and_doubles_nothing(make_victi
     """P6, E3: the slot moves only behind the commit, so what a kill leaves undone comes again."""
     victim = make_victim()
     victim.finish()
-    writer = Writer(victim.dsn, seed=2)
+    writer = victim.writer(seed=2)
     writer.start()
     try:
         for place in failpoints.PLACES:
