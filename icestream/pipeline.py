@@ -38,14 +38,14 @@ from icestream.errors import (
     check,
 )
 from icestream.frontier import Frontier
-from icestream.schema import TableShape, joined_shapes
+from icestream.schema import Column, TableShape, joined_columns, joined_shapes
 from icestream.sinks import Committed, Sink, StaleWrite, Writer, Written
 from icestream.sources import (
     Part,
     Source,
     Split,
     SplitsLost,
-    TablesMissing,
+    TablesUnready,
     ValuesNeeded,
 )
 from icestream.worker import Outcome, Unready, describe
@@ -242,7 +242,7 @@ class Pipeline:
         others = {*resume.carriers, *behind}
         parts = self._source.splits(epoch)
         splits = [s for s in parts if not s.tables or not others.issuperset(s.tables)]
-        written = self._write(epoch, splits, len(resume.carriers), others=others)
+        written = self._write(epoch, splits, len(resume.carriers), takes_part=_all_but(others))
         missing = resume.tables - len(resume.carriers)
         found = {str(json.loads(report)["table"]) for report in written.reports} | written.emptied
         if len(found) + len(behind) < missing:
@@ -283,8 +283,7 @@ class Pipeline:
             parts = self._source.splits(epoch)
             splits = [s for s in parts if not s.tables or table in s.tables]
             last = upper == self._durable
-            others = {name for name in self._source.tables() if name != table}
-            written = self._write(epoch, splits, 0, replaying=not last, others=others)
+            written = self._write(epoch, splits, 0, replaying=not last, takes_part=table.__eq__)
             if written.reports or written.emptied:
                 self._commit(epoch, splits, written)
             elif last:
@@ -416,13 +415,13 @@ class Pipeline:
         splits: Sequence[Part],
         skipped: int,
         replaying: bool = False,
-        others: Collection[str] = (),
+        takes_part: Callable[[str], bool] = lambda _: True,
     ) -> Written:
         """Have an epoch's files written, however many tries it takes within bounds.
 
-        `others` are tables that have no part in it.
+        Tables that do not take part may be read and written to, but nothing of it is reported.
         """
-        emptied = self._source.emptied(epoch) - set(others)
+        emptied = frozenset(filter(takes_part, self._source.emptied(epoch)))
         named = {table for split in splits for table in split.tables} | emptied
         for _ in range(REWRITES_MAX):
             with self._tables_lock:
@@ -447,7 +446,7 @@ class Pipeline:
                 self._source.learn(learned)
             return Written(
                 epoch=epoch,
-                reports=_without(outcome.reports, others),
+                reports=[r for r in outcome.reports if takes_part(str(json.loads(r)["table"]))],
                 skipped=skipped,
                 writer=writer,
                 labels=self._source.summary(epoch),
@@ -459,12 +458,16 @@ class Pipeline:
     def _made_ready(self, unready: Unready) -> set[str]:
         """Have tables take what splits found lacking; returns those that have yet to be made."""
         shapes: dict[str, TableShape] = {}
+        gaps: dict[str, Sequence[Column]] = {}
         for lack in unready.lacks:
-            if isinstance(lack, TablesMissing):
+            if isinstance(lack, TablesUnready):
                 shapes = joined_shapes(shapes, lack.shapes)
-            else:
-                with self._tables_lock:
-                    self._retry(partial(self._sink.evolve, lack.table, lack.columns))
+            found = lack.gaps if isinstance(lack, TablesUnready) else {lack.table: lack.columns}
+            for table, columns in found.items():
+                gaps[table] = joined_columns(gaps.get(table, ()), columns)
+        for table, columns in gaps.items():
+            with self._tables_lock:
+                self._retry(partial(self._sink.evolve, table, columns))
         self._source.meet(shapes)
         return set(shapes)
 
@@ -509,7 +512,11 @@ class Pipeline:
                 # A table that took the epoch already is found to carry it, and keeps it as it is.
                 others = self._source.emptied(epoch) - written.emptied
                 written = self._write(
-                    epoch, splits, written.skipped, written.replaying, others=others
+                    epoch,
+                    splits,
+                    written.skipped,
+                    written.replaying,
+                    _all_but(others),
                 )
         position = self._source.position(epoch.upper)
         self.health.committed(epoch.number, position, results)
@@ -546,8 +553,5 @@ class Pipeline:
             metrics.LAG_SECONDS.labels(self.name).set(lag)
 
 
-def _without(reports: Sequence[str], tables: Collection[str]) -> Sequence[str]:
-    """The reports of files that are not of these tables."""
-    if not tables:
-        return reports
-    return [report for report in reports if json.loads(report)["table"] not in tables]
+def _all_but(tables: Collection[str]) -> Callable[[str], bool]:
+    return lambda table: table not in tables

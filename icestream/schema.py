@@ -359,12 +359,24 @@ def joined_shapes(
 
 
 def _joined_shape(one: TableShape, other: TableShape) -> TableShape:
-    columns = {column.name: column for column in one.columns}
-    for column in other.columns:
-        known = columns.get(column.name)
-        kind = united(known.type, column.type) if known else column.type
-        columns[column.name] = Column(name=column.name, type=kind)
-    return TableShape(columns=list(columns.values()), key=one.key or other.key)
+    columns = joined_columns(one.columns, other.columns)
+    return TableShape(columns=columns, key=one.key or other.key)
+
+
+def joined_columns(one: Sequence[Column], other: Sequence[Column]) -> list[Column]:
+    """Columns that values were seen of in two places, each of a type for all of them."""
+    columns = {column.name: column for column in one}
+    for column in other:
+        known = columns.setdefault(column.name, column)
+        if known is column:
+            continue
+        columns[column.name] = Column(
+            name=column.name,
+            type=united(known.type, column.type),
+            required=known.required and column.required,
+            absent=known.absent and column.absent,
+        )
+    return list(columns.values())
 
 
 def _rejected(table: str, path: str, have: IcebergType, want: IcebergType) -> SchemaRejected:

@@ -32,7 +32,7 @@ from icestream.change import AT, OP, Op
 from icestream.errors import Broken, DataRejected, IcestreamError, check
 from icestream.schema import SchemaGap
 from icestream.sinks import Writer
-from icestream.sources import FrameSplit, Split, TablesMissing, TableSplit, ValuesNeeded
+from icestream.sources import FrameSplit, Split, TableSplit, TablesUnready, ValuesNeeded
 from icestream.sources.iceberg import changelog
 from icestream.spark import Row, attempt_number, run_frame, run_tasks
 
@@ -96,7 +96,7 @@ class Shares:
 class Unready(Exception):
     """The tables do not take an epoch yet: what each split found lacking, columns or tables."""
 
-    def __init__(self, lacks: Sequence[SchemaGap | TablesMissing]):
+    def __init__(self, lacks: Sequence[SchemaGap | TablesUnready]):
         super().__init__("; ".join(map(str, lacks)))
         self.lacks = lacks
 
@@ -303,7 +303,7 @@ def _work(task: Task) -> Iterator[Row]:
         yield DONE, 0, pickle.dumps({"rows": read, "learned": task.split.learned()})
     except ValuesNeeded as need:
         yield NEEDED, 0, pickle.dumps(need)
-    except (SchemaGap, TablesMissing) as lack:
+    except (SchemaGap, TablesUnready) as lack:
         yield LACKS, 0, pickle.dumps(lack)
     except IcestreamError as error:
         yield ERROR, 0, pickle.dumps(error)

@@ -14,7 +14,7 @@ from pyspark.sql import DataFrame
 from icestream.epoch import Epoch
 from icestream.errors import IcestreamError, SourceUnavailable
 from icestream.frontier import Frontier
-from icestream.schema import TableShape
+from icestream.schema import Column, TableShape
 
 
 class SplitsLost(SourceUnavailable):
@@ -41,18 +41,20 @@ class ValuesNeeded(Exception):
         return ValuesNeeded, (self.table, self.keys, self.columns)
 
 
-class TablesMissing(Exception):
-    """Changes belong to tables that are not there yet; the coordinator has them made.
+class TablesUnready(Exception):
+    """What tables lack that a split has changes of, found by reading all of it.
 
-    Everything is read again then.
+    `shapes` are tables that are not there, `gaps` columns that others lack. The coordinator sees to
+    it, and everything is read again.
     """
 
-    def __init__(self, shapes: Mapping[str, TableShape]):
-        super().__init__(f"tables {', '.join(shapes)} are not there")
+    def __init__(self, shapes: Mapping[str, TableShape], gaps: Mapping[str, Sequence[Column]] = {}):
+        super().__init__(f"tables {', '.join([*shapes, *gaps])} do not take all changes yet")
         self.shapes = shapes
+        self.gaps = gaps
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return TablesMissing, (self.shapes,)
+        return TablesUnready, (self.shapes, self.gaps)
 
 
 class Targets(Protocol):
@@ -100,8 +102,8 @@ class Split(Part, Protocol):
     def changes(self, targets: Targets) -> Iterator[tuple[str, pa.Table]]:
         """Change batches, each with its table's name, in the columns of the table's schema.
 
-        Raises `SchemaGap` for columns that a table lacks, `TablesMissing` for tables that are not
-        among the targets, `SchemaRejected` for values that do not fit, `DataRejected` for what
+        Raises `SchemaGap` for columns that a table lacks, `TablesUnready` for all that is
+        lacking, `SchemaRejected` for values that do not fit, `DataRejected` for what
         cannot be read, `SourceUnavailable` when it may work later, `ValuesNeeded` for values that
         only the destination has.
         """

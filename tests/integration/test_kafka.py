@@ -259,6 +259,17 @@ def test_dead_letters_are_kept_beside_the_table(topics):
     assert epochs <= {e["summary"]["icestream.epoch"] for e in topics.epochs("orders")}
 
 
+def test_dead_letters_alone_are_not_doubled_by_another_run(topics):
+    """E10: a topic whose table never came to be is read again, its letters are not."""
+    topics.create("orders")
+    topics.send("orders", BROKEN)
+    document = topics.document({"topics": ["orders"], **UPSERT}, on_error="dead_letter")
+    topics.run(document)
+    topics.send("orders", BROKEN[:1])
+    topics.run(document)
+    assert len(topics.rows("orders__dead_letters")) == len(BROKEN) + 1
+
+
 def test_a_value_that_does_not_fit_is_a_dead_letter_too(topics):
     """K8, I11: what no safe change of the table takes."""
     topics.create("orders")
@@ -281,10 +292,13 @@ def test_the_schema_may_change_in_the_middle_of_an_epoch(topics):
     topics.run(document)
     topics.send("orders", [({"id": 2}, {"id": 2, "a": 2, "b": "x"})])
     topics.send("orders", [({"id": 3}, {"id": 3, "b": "y", "c": {"d": [1, 2]}})])
+    numbers = [({"id": n}, {"id": n, "n": n if n < 9 else 9.5}) for n in range(4, 10)]
+    topics.send("orders", numbers)
     topics.run(document)
+    assert [row["n"] for row in topics.rows("orders", "id")][3:] == [4.0, 5.0, 6.0, 7.0, 8.0, 9.5]
     rows = topics.rows("orders", "id")
-    assert rows[0] == {"id": 1, "a": 1, "b": None, "c": None}
-    assert rows[1] == {"id": 2, "a": 2, "b": "x", "c": None}
+    assert rows[0] == {"id": 1, "a": 1, "b": None, "c": None, "n": None}
+    assert rows[1] == {"id": 2, "a": 2, "b": "x", "c": None, "n": None}
     assert (rows[2]["a"], rows[2]["b"]) == (None, "y")
     assert rows[2]["c"] is not None
 

@@ -14,7 +14,7 @@ from icestream.change import AT, OP, SEQ, Op
 from icestream.errors import Broken, DataRejected, SourceUnavailable
 from icestream.iceberg.files import FileClosed
 from icestream.schema import Column, SchemaGap, TableShape
-from icestream.sources import TablesMissing, TableSplit
+from icestream.sources import TableSplit, TablesUnready
 from icestream.worker import Outcome, Unready, describe, map_tasks, write_epoch
 from tests.property.local_spark import LocalSpark, travelled
 from tests.property.tables import LocalTable
@@ -211,7 +211,7 @@ def test_an_error_of_a_split_is_raised_as_it_was(tmp_path, error, count):
 def test_what_all_splits_find_lacking_is_raised_at_once(tmp_path):
     """I11: an epoch of many tables is not written again for each of their columns."""
     gap = SchemaGap("t", [Column(name="x", type=LongType())])
-    missing = TablesMissing({"u": TableShape(columns=gap.columns, key=[])})
+    missing = TablesUnready({"u": TableShape(columns=gap.columns, key=[])})
     splits = [ListSplit(batches=[[(1, 1, 1)]], error=error) for error in (gap, missing)]
     with pytest.raises(Unready) as caught:
         run(table(tmp_path), *splits)

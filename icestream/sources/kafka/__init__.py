@@ -181,7 +181,8 @@ class KafkaSource(Source):
         if not self._topics:
             self._look()
         named = self._topics if self._reading.route.by_topic() else self._reading.route.tables
-        return sorted({*named, *self._shapes})
+        letters = map(dead_letters.table_of, {*named, *self._topics})
+        return sorted({*named, *self._shapes, *(letters if self._reading.dead_letters else ())})
 
     def known_tables(self) -> Sequence[str]:
         """Those that the configuration names."""
@@ -194,16 +195,17 @@ class KafkaSource(Source):
 
     def meet(self, shapes: Mapping[str, TableShape]) -> None:
         """Remember tables that records were found for; rows that change need a key."""
-        self._shapes = joined_shapes(self._shapes, shapes)
+        with self._lock:
+            self._shapes = joined_shapes(self._shapes, shapes)
+            self._found = {*self._found, *shapes}
         for table in shapes:
             letters = table.endswith(dead_letters.SUFFIX)
             if not letters and not self._reading.only_added and not self._shapes[table].key:
                 raise no_key(table)
-        self._found.update(shapes)
 
     def found(self, tables: Collection[str]) -> None:
         """Remember which tables the destination has."""
-        self._found.update(tables)
+        self._found = {*self._found, *tables}
 
     def has_history(self, table: str, before: Frontier) -> bool:
         """Whether the table's topic still has records that were read before."""

@@ -17,8 +17,8 @@ from pyiceberg.types import IcebergType
 from icestream import dead_letters
 from icestream.change import Op
 from icestream.errors import DataRejected
-from icestream.schema import TableShape, joined_shapes
-from icestream.sources import SplitsLost, TablesMissing, Targets
+from icestream.schema import Column, SchemaGap, TableShape, joined_columns, joined_shapes
+from icestream.sources import SplitsLost, TablesUnready, Targets
 from icestream.sources.kafka.changes import TableRows, ordered, shape_of
 from icestream.sources.kafka.consumer import Range, read_range
 from icestream.sources.kafka.envelope import ValueOptions
@@ -36,7 +36,9 @@ class RangesTooLarge(SplitsLost):
     """Ranges hold more bytes than an epoch may; `reached` says how far each was read."""
 
     def __init__(self, reached: Mapping[Partition, int]):
-        super().__init__("an epoch holds more bytes than it may, and is cut shorter")
+        super().__init__(
+            "an epoch holds more bytes than it may", hint="Raise `epoch_bytes_max` if it stays so."
+        )
         self.reached = reached
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -125,8 +127,8 @@ class KafkaSplit:
                 at, newest = _running_maximum(records.timestamps, newest)
                 yield from tables.changes(each, records, at)
             self.reads.append(RangeRead(range=each, rows=rows, bytes=size, newest=newest))
-        if tables.missing:
-            raise TablesMissing(tables.missing)
+        if tables.missing or tables.gaps:
+            raise TablesUnready(tables.missing, tables.gaps)
 
     def with_stored(self, values: pa.Table) -> "KafkaSplit":
         """Itself: records leave nothing out."""
@@ -159,6 +161,7 @@ class _Tables:
         self._targets = targets
         self._rows: dict[str, TableRows] = {}
         self.missing: dict[str, TableShape] = {}
+        self.gaps: dict[str, Sequence[Column]] = {}
 
     def changes(
         self, where: Range, records: Records, at: Indices
@@ -180,7 +183,12 @@ class _Tables:
         if table not in self._targets.tables():
             self._miss(table, rows)
             return
-        found = self._table(table).changes(rows)
+        try:
+            found = self._table(table).changes(rows)
+        except SchemaGap as gap:
+            # Later records may tell more of the same columns.
+            self.gaps[table] = joined_columns(self.gaps.get(table, ()), gap.columns)
+            return
         places = rows.records[found.taken]
         reasons = {int(rows.records[n]): reason for n, reason in found.rejected.items()}
         yield from self._letters(table, where, records, reasons)
