@@ -1,6 +1,6 @@
 """`make bench`: speed as ratios within one run, both sides warm and repeated equally.
 
-    python -m bench [--scale 0.1] [--only write,json,commit,postgres,changelog,load]
+    python -m bench [--scale 0.1] [--only write,json,commit,postgres,kafka,changelog,load]
 
 Prints a table and keeps it as JSON in `bench/results/`, with the machine and the commit.
 """
@@ -23,6 +23,7 @@ import pyarrow.parquet as pq
 from pyspark.sql import SparkSession
 
 from bench.changes import SHAPE, ParquetSplit, by_key, changes, rows, write_feed
+from bench.kafka import KafkaBench
 from bench.measure import Measured, median, repeat, resident_bytes
 from bench.postgres import JDBC_DRIVER, PostgresBench
 from bench.search import ChangelogBench, LoadBench
@@ -39,7 +40,7 @@ WARM_UPS = 2
 REPETITIONS = 4
 TABLE_ROWS = 5_000_000
 CHANGES = 1_000_000
-PARTS = ("write", "json", "commit", "postgres", "changelog", "load")
+PARTS = ("write", "json", "commit", "postgres", "kafka", "changelog", "load")
 
 
 class Bench:
@@ -101,6 +102,11 @@ class Bench:
             f"{processor:.2f}x CPU (wanted {wanted}x{' both' if cpu else ' wall'}): "
             f"{'met' if met else 'MISSED'}"
         )
+
+    def note_number(self, what: str, number: float, wanted: str, met: bool) -> None:
+        """Keep and print a number that is no comparison of two times."""
+        self.found.append({"what": what, "number": number, "wanted": wanted, "met": met})
+        _say(f"{what}: {number:.2f} (wanted {wanted}): {'met' if met else 'MISSED'}")
 
     def write_path(self) -> None:
         """Changes that lie as Parquet, from read to committed."""
@@ -319,6 +325,7 @@ def main() -> int:
             "json": bench.json_files,
             "commit": lambda: bench.commits(max(300, int(1000 * options.scale))),
             "postgres": lambda: PostgresBench(bench, Path(folder), options.scale).run(),
+            "kafka": lambda: KafkaBench(bench, Path(folder), options.scale).run(),
             "changelog": lambda: ChangelogBench(bench, options.scale).run(),
             "load": lambda: LoadBench(bench, Path(folder), options.scale).run(),
         }

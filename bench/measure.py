@@ -3,7 +3,7 @@
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,15 +18,21 @@ class Measured:
     cpu_seconds: float
 
 
-def repeat(work: Callable[[int], object], warm_ups: int, repetitions: int) -> Measured:
-    """Run `work` with a running number, first unmeasured, then measured."""
+def repeat(
+    work: Callable[[int], object], warm_ups: int, repetitions: int, apart: Collection[int] = ()
+) -> Measured:
+    """Run `work` with a running number, first unmeasured, then measured.
+
+    Processes `apart` are not charged for: servers that all sides use.
+    """
     walls, processors = [], []
     for number in range(warm_ups + repetitions):
         wall, before = time.perf_counter(), cpu_seconds()
         work(number)
         if number >= warm_ups:
             walls.append(time.perf_counter() - wall)
-            processors.append(_spent(before, cpu_seconds()))
+            after = {pid: s for pid, s in cpu_seconds().items() if pid not in apart}
+            processors.append(_spent(before, after))
     return Measured(wall_seconds=min(walls), cpu_seconds=min(processors))
 
 
