@@ -16,11 +16,12 @@ from typing import Self
 from icestream.java import jars, java_home, pyspark_jars
 from icestream.samples.postgres import LOOPBACK, free_port
 
-# 1.12.0 is not asked for: the transforms come with the same version as the test catalog's.
+# The sink loads all of its file formats, and its artifact names none of them as a dependency.
 COORDINATES = (
     "org.apache.iceberg:iceberg-kafka-connect:1.11.0",
     "org.apache.iceberg:iceberg-kafka-connect-transforms:1.11.0",
     "org.apache.iceberg:iceberg-parquet:1.11.0",
+    "org.apache.iceberg:iceberg-orc:1.11.0",
     "org.apache.kafka:connect-runtime:4.3.1",
     "org.apache.kafka:connect-json:4.3.1",
     "org.apache.kafka:connect-transforms:4.3.1",
