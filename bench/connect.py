@@ -32,6 +32,7 @@ FROM_PYSPARK = ("hadoop-client-api-*.jar", "hadoop-client-runtime-*.jar")
 JAVA_OPTIONS = ("-Xmx2g", "-Dorg.slf4j.simpleLogger.defaultLogLevel=warn")
 COMMIT_MILLISECONDS = 3000
 STOP_SECONDS = 30.0
+LOG_TAIL_LINES = 30
 
 
 class ConnectWorker:
@@ -46,9 +47,18 @@ class ConnectWorker:
     @property
     def pid(self) -> int:
         """The worker's process."""
+        self.refuse_dead()
+        return self._process.pid if self._process else 0
+
+    def refuse_dead(self) -> None:
+        """Raise, with what it said last, unless the worker runs."""
         if self._process is None or self._process.poll() is not None:
-            raise RuntimeError(f"Kafka Connect does not run; see {self._folder}/connect.log")
-        return self._process.pid
+            raise RuntimeError(f"Kafka Connect does not run:\n{self.log_tail()}")
+
+    def log_tail(self) -> str:
+        """What the worker said last."""
+        lines = (self._folder / "connect.log").read_text(errors="replace").splitlines()
+        return "\n".join(lines[-LOG_TAIL_LINES:])
 
     def start(self, topic: str, table: str, partitions: int) -> Self:
         """Begin at the topic's beginning."""

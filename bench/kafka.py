@@ -269,21 +269,24 @@ class KafkaBench:
         )
 
     def _wait_for_rows(self, worker: ConnectWorker, count: int) -> None:
-        """Wait until the sink has appended so many rows, each event once per round."""
-        appended = "bench.db.appended"
+        """Wait until the sink has appended so many rows, among them all that the log leaves."""
 
-        def done() -> bool:
-            rows = self._spark.sql(f"SELECT count(*) FROM {appended}").collect()[0][0]
-            return worker.pid > 0 and rows >= count
+        def appended() -> int:
+            worker.refuse_dead()
+            rows = self._spark.sql("SELECT count(*) FROM bench.db.appended").collect()
+            return int(rows[0][0])
 
-        wait_until(done, WAIT_SECONDS, "Kafka Connect")
-        rounds = count // len(self._log.keys)
-        differing = self._spark.sql(
-            f"""SELECT count(*) FROM (SELECT id, note, count(*) AS times FROM {appended}
-            GROUP BY id, note HAVING times % {rounds} <> 0)"""
+        try:
+            wait_until(lambda: appended() >= count, WAIT_SECONDS, "Kafka Connect")
+        except TimeoutError as error:
+            raise RuntimeError(f"Kafka Connect appends nothing:\n{worker.log_tail()}") from error
+        names = ", ".join(COLUMNS)
+        lost = self._spark.sql(
+            f"""SELECT count(*) FROM (SELECT {names} FROM parquet.`{self._folder}/left.parquet`
+            EXCEPT SELECT {names} FROM bench.db.appended)"""
         ).collect()[0][0]
-        if differing:
-            raise RuntimeError("Kafka Connect appended some events more often than others")
+        if lost or appended() != count:
+            raise RuntimeError(f"Kafka Connect lost {lost} rows, or appended some twice")
 
 
 def consumed(bootstrap_servers: str, partitions: Sequence[int]) -> Iterator[list[Message]]:
