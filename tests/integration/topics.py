@@ -1,10 +1,10 @@
 """A Kafka broker's topics, a pipeline that reads them, and the lake, as tests use them."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from confluent_kafka import Producer
+from confluent_kafka import Consumer, Producer, TopicPartition
 from pyspark.sql import SparkSession
 
 from icestream.config import open_pipeline, parse
@@ -52,8 +52,15 @@ class Topics:
         self, topic: str, records: Iterable[tuple[Any, Any]], partition: int = -1, at: int = 0
     ) -> None:
         """Records of key and value; a key decides the partition unless one is named."""
-        # A producer that was there before would not know of new partitions.
-        producer = Producer({"bootstrap.servers": self.broker.bootstrap_servers, "linger.ms": 5})
+        # A producer that was there before would not know of new partitions, and one that is not
+        # idempotent may change the order of records when it has to send some of them again.
+        producer = Producer(
+            {
+                "bootstrap.servers": self.broker.bootstrap_servers,
+                "linger.ms": 5,
+                "enable.idempotence": True,
+            }
+        )
         for key, value in records:
             producer.produce(
                 self.name(topic), as_bytes(value), as_bytes(key), partition, timestamp=at
@@ -76,6 +83,32 @@ class Topics:
         else:
             producer.abort_transaction(FLUSH_SECONDS)
         self.broker.wait_for_transactions(self.name(topic), 1)
+
+    def log(self, topic: str, partitions: int) -> Iterator[tuple[Any, Any]]:
+        """Keys and values of a topic by a client that is not icestream, each partition in order."""
+        consumer = Consumer(
+            {
+                "bootstrap.servers": self.broker.bootstrap_servers,
+                "group.id": f"log-{self._prefix}",
+                "enable.partition.eof": True,
+                "auto.offset.reset": "earliest",
+            }
+        )
+        try:
+            consumer.assign([TopicPartition(self.name(topic), n, 0) for n in range(partitions)])
+            ended = 0
+            while ended < partitions:
+                message = consumer.poll(FLUSH_SECONDS)
+                assert message is not None, "the broker does not answer"
+                if message.error():
+                    ended += 1
+                else:
+                    yield tuple(
+                        None if part is None else json.loads(part)
+                        for part in (message.key(), message.value())
+                    )
+        finally:
+            consumer.close()
 
     def document(
         self, source: Mapping[str, Any] = {}, sink: Mapping[str, Any] = {}, **top: Any
