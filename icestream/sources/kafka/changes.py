@@ -70,8 +70,9 @@ class TableRows:
     def changes(self, rows: Rows) -> Changes:
         """The rows as changes, without `AT` and `SEQ`; raises `SchemaGap` for what is lacking."""
         columns, rejected = self._fitted(rows)
-        taken = np.setdiff1d(np.arange(len(rows), dtype=np.int64), list(rejected))
+        taken = np.arange(len(rows), dtype=np.int64)
         if rejected:
+            taken = np.setdiff1d(taken, list(rejected))
             # What fits now may be of another type than before: it is cast once more.
             columns, _ = self._fitted(rows.take(taken))
         ops = rows.ops[taken]

@@ -46,10 +46,6 @@ class Route:
         """Whether the topic alone decides."""
         return not self.field and not self.tables
 
-    def fixed_tables(self) -> tuple[str, ...]:
-        """The tables that the rule names."""
-        return tuple(self.tables)
-
     def cut(self, topic: str, rows: Rows) -> Iterator[tuple[str, Rows]]:
         """The rows of each table; a row is in none, one or several of them."""
         if self.by_topic():

@@ -15,7 +15,6 @@ import pyarrow as pa
 from pyiceberg.types import IcebergType
 
 from icestream import dead_letters
-from icestream.change import Op
 from icestream.errors import DataRejected
 from icestream.schema import Column, SchemaGap, TableShape, joined_columns, joined_shapes
 from icestream.sources import SplitsLost, TablesUnready, Targets
@@ -205,12 +204,12 @@ class _Tables:
         return self._rows[table]
 
     def _miss(self, table: str, rows: Rows) -> None:
-        """Note what a table needs that is not there; deletes alone need none."""
-        kept = np.flatnonzero(rows.ops != Op.DELETE)
-        if not len(kept):
-            return
+        """Note what a table needs that is not there.
+
+        Deletes count as well: the rows that they delete may be in an epoch that is on its way.
+        """
         key = () if self._reading.only_added else self._reading.keys.of(table) or rows.key
-        shape = shape_of(rows.take(kept), key, self._reading.declared.get(table, {}))
+        shape = shape_of(rows, key, self._reading.declared.get(table, {}))
         self.missing = joined_shapes(self.missing, {table: shape})
 
     def _letters(
