@@ -74,6 +74,7 @@ def session(
         "spark.sql.shuffle.partitions": "8",
         "spark.sql.session.timeZone": "UTC",
         "spark.sql.execution.arrow.maxBytesPerBatch": str(64 * 1024 * 1024),
+        "spark.python.daemon.module": "icestream.preloaded",
         **_local_settings(master),
         **{str(name): str(value) for name, value in conf.items()},
     }

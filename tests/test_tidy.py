@@ -15,7 +15,7 @@ PACKAGE = "icestream"
 # Imports go downward only; names on one line do not import each other.
 LAYERS = (
     ("__main__",),
-    ("cli",),
+    ("cli", "preloaded"),
     ("status", "demo"),
     ("samples",),
     ("config",),
@@ -39,6 +39,7 @@ CONFINED = {
     "pyspark": {
         *("spark", "worker", "config", "status", "demo"),
         *("sources", "sources.iceberg", "sources.iceberg.changelog"),
+        *("sources.iceberg.rewritten", "preloaded"),
     },
     "py4j": {"iceberg.catalog"},
     "prometheus_client": {"metrics", "status"},

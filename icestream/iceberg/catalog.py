@@ -393,13 +393,22 @@ class Table:
                 sort_columns=_plain_sort_columns(metadata.schema(), order),
                 sort_order_id=order.orderId(),
                 properties=properties,
-                io_properties=_dictionary(self._table.io().properties()),
+                io_properties=self.io_properties(),
                 equality_columns=list(equality_columns),
             )
 
     def has_tag(self, pipeline: str) -> bool:
         """Whether the pipeline has ever committed to the table."""
         return self._table.operations().current().ref(summaries.tag_name(pipeline)) is not None
+
+    def io_properties(self) -> dict[str, str]:
+        """How the table's files are reached."""
+        return _dictionary(self._table.io().properties())
+
+    def partitioned_by(self) -> frozenset[int]:
+        """The ids of the columns that the table is or was partitioned by."""
+        specs = self._table.specs().values()
+        return frozenset(int(field.sourceId()) for spec in specs for field in spec.fields())
 
     def properties(self) -> dict[str, str]:
         """The table's properties."""

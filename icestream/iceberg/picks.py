@@ -8,6 +8,7 @@ handles of the library's own methods, since there is no Java code of ours.
 from collections.abc import Sequence
 from typing import Any
 
+_NOTHING = "null"
 _GUAVA = "org.apache.iceberg.relocated.com.google.common"
 
 
@@ -103,6 +104,38 @@ class Picks:
         sizes = self._guava.collect.Iterables.transform(tasks, self._task_size)
         text = str(self._guava.base.Joiner.on(",").join(sizes))
         return [int(size) for size in text.split(",")] if text else []
+
+    def plain(self, tasks: Any) -> list[tuple[str, int]] | None:
+        """Places and row counts of the tasks' files; None when one is not Parquet or has deletes.
+
+        Nor is an encrypted file plain, or one at a place that holds a line's end.
+        """
+        file = self._class("org.apache.iceberg.ContentFile")
+        file_of = self._method("org.apache.iceberg.ContentScanTask", "file", file)
+        deletes = self._method(
+            "org.apache.iceberg.FileScanTask", "deletes", self._class("java.util.List")
+        )
+        told = [
+            self._told(tasks, self._handles.filterReturnValue(file_of, method))
+            for method in (
+                self._method(file, "format", self._class("org.apache.iceberg.FileFormat")),
+                self._method(file, "keyMetadata", self._class("java.nio.ByteBuffer")),
+                self._method(file, "location", self._class("java.lang.String")),
+                self._method(file, "recordCount", self._primitive("Long")),
+            )
+        ]
+        formats, secrets, places, counts = told
+        if {*formats} - {"PARQUET"} or {*secrets} - {_NOTHING} or len(places) != len(counts):
+            return None
+        if {*self._told(tasks, deletes)} - {"[]"}:
+            return None
+        return list(zip(places, map(int, counts), strict=True))
+
+    def _told(self, tasks: Any, handle: Any) -> list[str]:
+        """What a method says of each task, as text."""
+        answers = self._guava.collect.Iterables.transform(tasks, self._function(handle))
+        text = str(self._guava.base.Joiner.on("\n").useForNull(_NOTHING).join(answers))
+        return text.split("\n") if text else []
 
     def task(self, schema: Any, spec: Any, file: Any) -> Any:
         """A task that reads one file, to which no deletes apply."""

@@ -47,6 +47,14 @@ class Snapshot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlainFile:
+    """A Parquet file to which no deletes apply, and how many rows it has."""
+
+    location: str
+    rows: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EqualityDeletes:
     """Added delete files that name the deleted rows by the values of these columns."""
 
@@ -167,6 +175,14 @@ class History:
         with as_unavailable(self._unavailable):
             tasks = self._picks.sorted(self._planned(snapshot.id))
             return Files(tasks=tasks, sizes=self._picks.sizes(tasks))
+
+    def plain(self, tasks: Any) -> list[PlainFile] | None:
+        """The files that tasks read; None when one of them is not plain."""
+        with as_unavailable(self._unavailable):
+            found = self._picks.plain(tasks)
+        if found is None:
+            return None
+        return [PlainFile(location=place, rows=rows) for place, rows in found]
 
     def step(
         self, older: Snapshot | None, path: Sequence[Snapshot], by_value: frozenset[int]

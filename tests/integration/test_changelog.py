@@ -11,6 +11,7 @@ from icestream.errors import ConfigInvalid, HistoryLost, RolledBack
 from icestream.iceberg.catalog import Catalog, Table, TableName
 from icestream.iceberg.snapshots import History
 from icestream.sources.iceberg import changelog as changes
+from icestream.sources.iceberg import rewritten
 from icestream.sources.iceberg.changelog import changelog
 from tests.integration.changelog_machine import opened, quick
 from tests.integration.equality_deletes import commit_by_hand
@@ -20,6 +21,26 @@ from tests.lake import Lake
 Event = tuple[Any, ...]
 VERSIONS = (2, 3)
 MODES = ("copy-on-write", "merge-on-read")
+# How rows that were carried over are found: row by row, or, where much was rewritten, by Spark's
+# hashes of rows, or by those of plain files.
+WAYS = ("rows", "hashes", "files")
+
+
+def take(way: str, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Take one of the ways in this test; returns a list that grows by each time files were used."""
+    # These tables are tiny, and most of their rows change.
+    monkeypatch.setattr(changes, "_LARGE_BYTES", changes._LARGE_BYTES if way == "rows" else 0)
+    monkeypatch.setattr(rewritten, "_LEFT_MAX", 1.0 if way == "files" else -1.0)
+    used: list[bool] = []
+
+    def noted(*arguments: Any) -> Any:
+        rows = rewritten.what_differs(*arguments)
+        used.append(rows is not None)
+        return rows
+
+    # Both ways give the same rows, so that only this tells which one was taken.
+    monkeypatch.setattr(changes, "what_differs", noted)
+    return used
 
 
 class World:
@@ -137,13 +158,12 @@ def test_equal_rows_are_counted(world: World, mode: str) -> None:
     assert world.changes() == [("INSERT", None, 1, "x"), ("INSERT", None, 2, "y")]
 
 
-@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("way", WAYS)
 def test_a_value_that_moves_between_columns_is_a_change(
-    world: World, monkeypatch: pytest.MonkeyPatch, large: bool
+    world: World, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     """O3: Spark's hashes pass over nulls, and the same values in other columns must differ."""
-    # Where much was rewritten hashes alone decide which rows are looked at.
-    monkeypatch.setattr(changes, "_LARGE_BYTES", 0 if large else changes._LARGE_BYTES)
+    take(way, monkeypatch)
     world.create("id BIGINT, a STRING, b STRING, c ARRAY<STRING>, d ARRAY<ARRAY<INT>>")
     arrays = "array('x'), array(array(1), array(2))"
     world.insert(f"1, NULL, 'x', {arrays}", f"2, NULL, 'x', {arrays}", f"3, NULL, 'x', {arrays}")
@@ -154,6 +174,65 @@ def test_a_value_that_moves_between_columns_is_a_change(
     assert [event[:2] for event in world.changes("id")] == [("UPDATE_AFTER", "2")]
     world.sql("UPDATE t SET d = array(array(1, 2)) WHERE id = 3")
     assert [event[:2] for event in world.changes("id")] == [("UPDATE_AFTER", "3")]
+
+
+ALL_TYPES = {
+    "flag BOOLEAN": "true",
+    "small INT": "7",
+    "ratio DOUBLE": "double('NaN')",
+    "price DECIMAL(38, 3)": "-1234567890.125",
+    "day DATE": "DATE '2024-02-29'",
+    "at TIMESTAMP": "TIMESTAMP '2024-02-29 01:02:03.123456Z'",
+    "local TIMESTAMP_NTZ": "TIMESTAMP_NTZ '1969-12-31 23:59:59.999999'",
+    "raw BINARY": "X'00ff'",
+    "list ARRAY<STRING>": "array('a', NULL)",
+    "pairs MAP<STRING, INT>": "map('k', 1)",
+    "part STRUCT<a: INT, b: ARRAY<DOUBLE>>": "named_struct('a', 1, 'b', array(0.5))",
+}
+
+
+def test_plain_files_are_compared_on_workers(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """O3: rows of every type come out of rewritten files as Iceberg's own reader gives them."""
+    used = take("files", monkeypatch)
+    world.create(f"id BIGINT, {', '.join(ALL_TYPES)}", by="PARTITIONED BY (bucket(2, id))")
+    nulls = ", ".join(["NULL"] * len(ALL_TYPES))
+    values = ", ".join(ALL_TYPES.values())
+    world.insert(*(f"{n}, {values}" for n in range(20)), *(f"{n}, {nulls}" for n in range(20, 30)))
+    world.sql("UPDATE t SET small = 8 WHERE id IN (3, 25)")
+    # NaN is not equal to itself, so the rows are compared as text.
+    expected = [
+        ("UPDATE_AFTER", str(row["id"]), repr(tuple(row)))
+        for row in world.spark.sql(f"SELECT * FROM {world.name} WHERE small = 8").collect()
+    ]
+    events = world.changes("id")
+    assert sorted((*event[:2], repr(event[2:])) for event in events) == sorted(expected)
+    assert len(expected) == 2
+    world.sql("DELETE FROM t WHERE id = 4")
+    assert [event[:2] for event in world.changes("id")] == [("DELETE", "4")]
+    assert len(world.changes()) == 1
+    assert used == [True] * 3
+
+
+def test_files_that_are_not_plain_are_read_by_iceberg(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """O3, O7: deletes, defaults and files of another engine without field ids."""
+    used = take("files", monkeypatch)
+    world.create("id BIGINT, s STRING", mode=MODES[1])
+    world.insert("1, 'a'", "2, 'b'", "3, 'c'")
+    world.sql("DELETE FROM t WHERE id = 1")
+    world.sql("ALTER TABLE t SET TBLPROPERTIES ('write.update.mode'='copy-on-write')")
+    world.sql("UPDATE t SET s = 'B' WHERE id = 2")
+    assert world.changes("id") == [("UPDATE_AFTER", "2", 2, "B")]
+    assert used == []
+    foreign = world.folder / "foreign"
+    world.spark.sql("SELECT 4L AS id, 'd' AS s UNION ALL SELECT 5L, 'e'").coalesce(1).write.parquet(
+        str(foreign)
+    )
+    world.call("add_files", f"source_table => '`parquet`.`{foreign}`'")
+    world.sql("UPDATE t SET s = 'D' WHERE id = 4")
+    assert world.changes("id") == [("UPDATE_AFTER", "4", 4, "D")]
+    assert used == [False]
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -250,9 +329,13 @@ def test_a_compaction_below_newer_deletes_is_no_change(world: World) -> None:
     assert world.changes("id", last=2, net=True) == [("DELETE", "1", 1, "a")]
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("mode", MODES)
-def test_columns_are_followed_by_their_ids(world: World, mode: str) -> None:
+def test_columns_are_followed_by_their_ids(
+    world: World, monkeypatch: pytest.MonkeyPatch, mode: str, way: str
+) -> None:
     """O7: added, renamed, widened, reordered, dropped and put back under another type."""
+    take(way, monkeypatch)
     world.create("id INT, a INT, gone STRING", mode=mode)
     world.insert("1, 10, 'x'", "2, 20, 'y'", "3, 30, 'z'")
     for change in (

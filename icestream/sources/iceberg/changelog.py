@@ -25,6 +25,7 @@ from pyspark.sql import types as T
 from icestream.errors import ConfigInvalid
 from icestream.iceberg.catalog import Table, staged_name
 from icestream.iceberg.snapshots import DELETED, FILE, PLACE, ROW_ID, History, Snapshot, Stage, Step
+from icestream.sources.iceberg.rewritten import SIGN, Columns, Side, what_differs
 
 OPERATION = "iceberg_operation"
 TABLE = "iceberg_table_name"
@@ -37,7 +38,7 @@ INSERT, DELETE = "INSERT", "DELETE"
 UPDATE_AFTER = "UPDATE_AFTER"
 INDEX = "INDEX"
 
-_KEY, _SIGN, _HASH, _NAMED = "key", "sign", "hash", "named"
+_KEY, _SIGN, _HASH, _NAMED = "key", SIGN, "hash", "named"
 # A part of an identifier that is null; no text becomes this, as its backslash would be doubled.
 _NULL = r"\N"
 _HASHES = ("h1", "h2", "h3")
@@ -121,15 +122,18 @@ class Changelog:
         shape = self._shape(stage, newer, older)
         if shape.by_row_id or not stage.has_marks:
             step = step.rewritten()
-        before, after = self._read(stage, step.gone), self._read(stage, step.came)
+        large = step.bytes_read >= _LARGE_BYTES
+        apart = self._apart(stage, step) if large and not shape.by_row_id else None
+        before = self._read(stage, step.gone) if apart is None else None
+        after = self._read(stage, step.came) if apart is None else None
         dead, revived = self._touched(stage, step, shape)
         named = [self._named(stage, each.tasks, shape) for each in step.equality]
         minus, plus = _union([before, dead, *named]), _union([after, revived])
-        rows = _union([_signed(minus, -1), _signed(plus, 1)])
+        rows = _union([_signed(minus, -1), _signed(plus, 1), apart])
         if rows is None:
             return None
-        large = step.bytes_read >= _LARGE_BYTES
-        if minus is None and (not shape.key or (large and not _has_twins(rows, shape))):
+        only_added = minus is None and apart is None
+        if only_added and (not shape.key or (large and not _has_twins(rows, shape))):
             inserts = self._prepared(rows, shape).withColumn(OPERATION, F.lit(INSERT))
             return self._as_events(inserts, newer)
         if before is not None and large:
@@ -184,6 +188,23 @@ class Changelog:
             return None
         name = stage.add(tasks, marked)
         return self._spark.read.format("iceberg").option("scan-task-set-id", name).load(name)
+
+    def _apart(self, stage: Stage, step: Step) -> DataFrame | None:
+        """What gone files and those that came do not have in common; None when not told cheaply."""
+        gone, came = self.history.plain(step.gone), self.history.plain(step.came)
+        if not gone or not came:
+            return None
+        rows = what_differs(
+            self._spark,
+            [Side(files=gone, sign=-1), Side(files=came, sign=1)],
+            Columns(
+                schema_json=stage.schema_json,
+                staged=T.StructType.fromJson(stage.spark_schema()),
+                partitioned_by=self._table.partitioned_by(),
+            ),
+            self._table.io_properties(),
+        )
+        return rows.withColumn(_NAMED, F.lit(False)) if rows is not None else None
 
     def _named(self, stage: Stage, tasks: Any, shape: _Shape) -> DataFrame | None:
         """What deletes by value name: identifiers, and nothing else of the rows that had them."""

@@ -27,6 +27,8 @@ from icestream.sources.kafka.route import Route
 from icestream.sources.kafka.rows import Indices, Records, Rows
 
 BATCH_BYTES = 16 * 1024**2
+# What tables lack is not looked for in less than this, if there is more.
+SAMPLE_BYTES = 24 * 1024**2
 
 Partition = tuple[str, int]
 
@@ -125,6 +127,8 @@ class KafkaSplit:
                     raise RangesTooLarge(self._reached(each, int(records.offsets[0])))
                 at, newest = _running_maximum(records.timestamps, newest)
                 yield from tables.changes(each, records, at)
+                if tables.has_seen_enough(self.size_bytes + size):
+                    raise TablesUnready(tables.missing, tables.gaps)
             self.reads.append(RangeRead(range=each, rows=rows, bytes=size, newest=newest))
         if tables.missing or tables.gaps:
             raise TablesUnready(tables.missing, tables.gaps)
@@ -161,6 +165,24 @@ class _Tables:
         self._rows: dict[str, TableRows] = {}
         self.missing: dict[str, TableShape] = {}
         self.gaps: dict[str, Sequence[Column]] = {}
+        self._news: frozenset[tuple[str, str, str]] = frozenset()
+        self._news_at = 0
+
+    def has_seen_enough(self, read_bytes: int) -> bool:
+        """Whether something is lacking, and twice as much was read as told all of it.
+
+        The rest is better read once the tables are there: it will be read then anyway.
+        """
+        shapes = {table: shape.columns for table, shape in self.missing.items()}
+        news = frozenset(
+            (table, column.name, str(column.type))
+            for lacking in (shapes, self.gaps)
+            for table, columns in lacking.items()
+            for column in columns
+        )
+        if news != self._news:
+            self._news, self._news_at = news, read_bytes
+        return bool(news) and read_bytes >= max(SAMPLE_BYTES, 2 * self._news_at)
 
     def changes(
         self, where: Range, records: Records, at: Indices

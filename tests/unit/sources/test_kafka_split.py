@@ -54,6 +54,18 @@ def lacking(monkeypatch, *batches: Records) -> TablesUnready:
     return caught.value
 
 
+def test_what_is_lacking_is_told_before_everything_is_read(monkeypatch):
+    """K7: what comes later is read when the table is there; news is waited for once more."""
+    # The batches are tiny.
+    monkeypatch.setattr(splits, "SAMPLE_BYTES", 0)
+    one = records(({"id": 1}, {"id": 1, "v": 1}))
+    news = records(({"id": 2}, {"id": 2, "w": "x"}))
+    unready = lacking(
+        monkeypatch, one, news, one, one, one, records(({"id": 3}, {"id": 3, "z": 1}))
+    )
+    assert [column.name for column in unready.shapes["t"].columns] == ["id", "v", "w"]
+
+
 def test_a_table_is_made_from_all_records_that_are_read(monkeypatch):
     """K7: not from the first batch alone."""
     one = records(({"id": 1}, {"id": 1, "v": 1}))

@@ -1,0 +1,35 @@
+"""Spark's Python workers are ready when they are asked for."""
+
+import gc
+import json
+import sys
+from collections.abc import Iterator
+from zipimport import zipimporter
+
+from pyspark.sql import SparkSession
+
+from icestream.spark import Row, run_tasks
+
+MODULES = ("icestream.worker", "icestream.sources.kafka", "icestream.sinks.iceberg", "pandas")
+
+
+def looked_at(_: object) -> Iterator[Row]:
+    """What a worker has before it does anything."""
+    finders = list(sys.path_importer_cache.values())
+    found = {
+        "imported": [name for name in MODULES if name in sys.modules],
+        "archives": sum(isinstance(finder, zipimporter) for finder in finders),
+        "jars": sum(place.endswith(".jar") for place in sys.path),
+        "left_alone": gc.get_freeze_count() > len(gc.get_objects()),
+    }
+    yield "found", 0, json.dumps(found).encode()
+
+
+def test_a_task_neither_imports_nor_searches_what_was_there_before(spark: SparkSession) -> None:
+    """E9: an epoch of few rows must not cost more than its rows."""
+    for _ in range(2):
+        for _, _, payload in run_tasks(spark, range(4), looked_at):
+            found = json.loads(payload)
+            assert found["imported"] == list(MODULES)
+            assert (found["archives"], found["jars"]) == (0, 0)
+            assert found["left_alone"]
