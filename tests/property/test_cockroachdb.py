@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from icestream.samples import file_time
-from icestream.sources.cockroachdb import (
-    FeedFile,
+from icestream.sources.cockroachdb.files import FeedFile
+from icestream.sources.cockroachdb.hlc import (
     after,
     format_hlc,
     parse_file_time,

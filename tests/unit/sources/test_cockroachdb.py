@@ -36,13 +36,10 @@ from icestream.errors import (
 from icestream.frontier import START, Frontier
 from icestream.samples import FeedFolder, file_time
 from icestream.schema import SchemaGap
-from icestream.sources import cockroachdb
-from icestream.sources.cockroachdb import (
-    CockroachdbFiles,
-    CockroachdbOptions,
-    FeedFile,
-    FileSplit,
-    IndexTask,
+from icestream.sources.cockroachdb import CockroachdbFiles, CockroachdbOptions, IndexTask
+from icestream.sources.cockroachdb import files as feed_files
+from icestream.sources.cockroachdb.files import FeedFile, FileSplit
+from icestream.sources.cockroachdb.hlc import (
     after,
     format_hlc,
     parse_file_time,
@@ -519,7 +516,7 @@ def bucket(monkeypatch) -> Bucket:
     made = Bucket()
     files = pafs.PyFileSystem(made)
     # No folder on disk can count listings, or show files late.
-    monkeypatch.setattr(cockroachdb, "filesystem", lambda location, storage: (files, "feed"))
+    monkeypatch.setattr(feed_files, "filesystem", lambda location, storage: (files, "feed"))
     return made
 
 

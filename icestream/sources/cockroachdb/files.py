@@ -1,4 +1,4 @@
-"""CockroachDB changefeeds: files in cloud storage become one epoch per resolved timestamp.
+"""Changefeeds that write files to cloud storage: one epoch per resolved timestamp.
 
 A changefeed writes data files and, now and then, a marker `<timestamp>.RESOLVED`: every change up
 to that timestamp R is in files that were there before the marker. So an epoch is the span between
@@ -23,15 +23,13 @@ from datetime import UTC, datetime
 from pathlib import PurePosixPath
 from typing import Any, TypeVar, cast
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
-from pyiceberg.schema import Schema
 from pyiceberg.types import IcebergType
 
-from icestream.change import AT, BEFORE, OP, SEQ, Op, only_within
+from icestream.change import AT, OP, SEQ, Op, only_within
 from icestream.epoch import Epoch
 from icestream.errors import (
     ConfigInvalid,
@@ -46,29 +44,41 @@ from icestream.schema import (
     Column,
     SchemaGap,
     TableShape,
-    arrow_schema,
     cast_text,
     parse_type,
     schema_from_json,
 )
 from icestream.sources import Source, TableSplit
-from icestream.sources.json_cells import Cells, Kind, MalformedJson, elements, lines, members
+from icestream.sources.cockroachdb.hlc import (
+    FILE_NAME_DIGITS,
+    RESOLVED,
+    after,
+    format_hlc,
+    parse_file_time,
+    resolved_of,
+)
+from icestream.sources.cockroachdb.options import CockroachdbOptions
+from icestream.sources.cockroachdb.rows import (
+    Reader,
+    find_key,
+    no_key,
+    no_timestamps,
+    rows_of,
+    split_hlc,
+    timestamps,
+)
+from icestream.sources.json_cells import MalformedJson, lines
 from icestream.sources.json_columns import infer_type
 
 T = TypeVar("T")
 
-RESOLVED = "resolved"
 MARKER_SUFFIX = ".RESOLVED"
-_NAME_DIGITS = 33
-_LOGICAL_DIGITS = 10
 _DATA_NAME = re.compile(
     r"(?P<at>\d{33})-(?P<uniquer>.+?)-(?P<file>[0-9a-f]{8})-(?P<topic>.+)-(?P<schema>[0-9a-f]+)"
     r"\.(?P<format>ndjson|parquet)(?P<compression>\.gz|\.zst)?"
 )
-_HLC = re.compile(r"(\d+)\.(\d{10})\??")
 _UPDATED_IN_BYTES = re.compile(rb'"updated": ?"(\d+)\.(\d{10})\??"')
 _CODECS = {".gz": "gzip", ".zst": "zstd"}
-_BARE = "__crdb__"
 _PARQUET_EVENT = ("__crdb__event_type", "__crdb_event_type__")
 _PARQUET_UPDATED = "__crdb__updated"
 
@@ -78,77 +88,6 @@ REWIND_SECONDS = 3600
 # Compressed rows take about this many times their size once read.
 _COMPRESSION_RATIO = 6
 _SAMPLE_BYTES = 4 * 1024 * 1024
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CockroachdbOptions:
-    """Options of the CockroachDB source over cloud-storage files."""
-
-    files: str = field(
-        default="", metadata={"doc": "Folder or bucket that the changefeed writes to."}
-    )
-    tables: Sequence[str] = field(
-        default=(), metadata={"doc": "Tables to take; all that the folder has by default."}
-    )
-    keys: Mapping[str, Sequence[str]] = field(
-        default_factory=dict,
-        metadata={"doc": "Primary-key columns by table, in order; found from the rows by default."},
-    )
-    columns: Mapping[str, Mapping[str, str]] = field(
-        default_factory=dict,
-        metadata={"doc": "Iceberg types by table and column, where JSON does not tell them."},
-    )
-    resolved_every: float = field(
-        default=0.0,
-        metadata={
-            "doc": "Least time between the resolved timestamps that become snapshots.",
-            "unit": "duration",
-        },
-    )
-    storage: Mapping[str, str] = field(
-        default_factory=dict,
-        metadata={"doc": "Access to the files, named as Iceberg does: `s3.endpoint` ..."},
-    )
-    split_bytes: int = field(
-        default=64 * 1024 * 1024,
-        metadata={"doc": "Bytes of rows that one worker reads at a time.", "unit": "bytes"},
-    )
-
-
-def parse_hlc(text: str) -> Position:
-    """`<wall nanoseconds>.<logical, 10 digits>` as a position; never by way of a float."""
-    found = _HLC.fullmatch(text)
-    if not found:
-        raise DataRejected(
-            f"{text[:40]!r} is not a CockroachDB timestamp",
-            hint="A timestamp has the form 1701102296662969433.0000000000.",
-        )
-    return int(found[1]), int(found[2])
-
-
-def format_hlc(position: Position) -> str:
-    """The inverse of `parse_hlc`."""
-    wall, logical = position
-    return f"{wall}.{logical:0{_LOGICAL_DIGITS}d}"
-
-
-def parse_file_time(digits: str) -> Position:
-    """The 33 digits of a file name: date and time in UTC, nanoseconds, logical counter."""
-    at = datetime.strptime(digits[:14], "%Y%m%d%H%M%S").replace(tzinfo=UTC)
-    wall = int(at.timestamp()) * 1_000_000_000 + int(digits[14:23])
-    return wall, int(digits[23:_NAME_DIGITS])
-
-
-def after(resolved: Position) -> Frontier:
-    """The frontier that includes everything up to and with a resolved timestamp."""
-    wall, logical = resolved
-    return Frontier({RESOLVED: (wall, logical + 1)})
-
-
-def resolved_of(frontier: Frontier) -> Position | None:
-    """The resolved timestamp that a frontier includes; None before the first."""
-    at = frontier[RESOLVED]
-    return (at[0], at[1] - 1) if at else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,6 +115,11 @@ class FeedFile:
             compression=found["compression"] or "",
             size_bytes=size_bytes,
         )
+
+    @property
+    def name(self) -> str:
+        """Where it lies."""
+        return self.path
 
     def row_bytes(self) -> int:
         """About how much the file holds once it is unpacked."""
@@ -237,7 +181,7 @@ class FileSplit(TableSplit):
     def read(self, schema_json: str, key: Sequence[str]) -> Iterator[pa.Table]:
         """Change batches, one for each file."""
         schema = schema_from_json(schema_json)
-        reader = _Reader(self.table, schema, list(self.source_key or key), self.declared)
+        reader = _FileReader(self.table, schema, list(self.source_key or key), self.declared)
         files, _ = filesystem(self.location, self.storage)
         for file in self.files:
             changes = reader.read(file, file.content(files))
@@ -276,108 +220,17 @@ class FileSplit(TableSplit):
         self.ranges[file.path] = ((int(at.min()), 0), (int(at.max()) + 1, 0))
 
 
-class _Reader:
+class _FileReader(Reader):
     """Decodes the content of data files of one table into change batches."""
 
-    def __init__(
-        self, table: str, schema: Schema, key: list[str], declared: Mapping[str, IcebergType]
-    ):
-        self.table = table
-        self.key = key
-        self.declared = declared
-        self.kinds = {column.name: column.field_type for column in schema.fields}
-        self.arrow = arrow_schema(schema)
-
     def read(self, file: FeedFile, content: bytes) -> pa.Table:
+        """All rows of a file, whatever its format."""
         if file.format == "parquet":
             return self._read_parquet(file, content)
         try:
-            return self._read_rows(file, _rows(file, content))
+            return self.read_rows(file, rows_of(file, lines(content)))
         except MalformedJson as error:
             raise file.damaged(f"Row {error.row + 1}, byte {error.offset}: {error}.") from error
-
-    def _read_rows(self, file: FeedFile, rows: "_Rows") -> pa.Table:
-        at, seq = _timestamps(file, rows)
-        key = self._key_columns(file, rows)
-        columns: dict[str, pa.Array] = dict(key)
-        unknown = []
-        for name, cells in rows.columns.items():
-            if name in key:
-                continue
-            if name in self.kinds:
-                columns[name] = self._cast(cells, name)
-            elif (kind := self._infer(cells, name)) is not None:
-                unknown.append(Column(name=name, type=kind))
-        if unknown:
-            raise SchemaGap(self.table, unknown)
-        if rows.bare:
-            self._refuse_ambiguous(file, rows)
-        ops = np.where(rows.deleted, np.int8(Op.DELETE), np.int8(Op.UPSERT))
-        table = {OP: pa.array(ops), AT: at, SEQ: seq, **columns}
-        if rows.before is not None:
-            table[BEFORE] = self._before(rows.before)
-        return pa.table(table)
-
-    def _key_columns(self, file: FeedFile, rows: "_Rows") -> dict[str, pa.Array]:
-        """The key's columns from the key array, which deletes have as well."""
-        if not self.key or not len(rows.deleted):
-            return {}
-        parts = elements(rows.key) if rows.key is not None else []
-        if len(parts) != len(self.key):
-            raise _no_key(file, self.table, self.key, len(parts))
-        columns = {}
-        for name, part in zip(self.key, parts, strict=True):
-            if np.isin(part.kinds, (Kind.MISSING, Kind.NULL)).any():
-                raise _no_key(file, self.table, self.key, len(parts))
-            text = part.text()
-            if name in rows.columns:
-                self._agree(name, text, rows.columns[name].text())
-            columns[name] = cast_text(text, name, self.kinds[name], self.arrow.field(name).type)
-        return columns
-
-    def _refuse_ambiguous(self, file: FeedFile, rows: "_Rows") -> None:
-        """Newer servers send a bare delete as its key and nulls, just like a row of nulls."""
-        others = [cells for name, cells in rows.columns.items() if name not in self.key]
-        valued = np.zeros(len(rows.deleted), dtype=bool)
-        for cells in others:
-            valued |= (cells.kinds != Kind.MISSING) & (cells.kinds != Kind.NULL)
-        if others and (~valued & ~rows.deleted).any():
-            raise DataRejected(
-                f"cannot tell a delete from a row of nulls in {file.path}",
-                detail="In the bare envelope both have a key and nothing else.",
-                hint="Create the changefeed with envelope=wrapped.",
-            )
-
-    def _agree(self, name: str, text: pa.Array, column: pa.Array) -> None:
-        """Rows that carry their key twice prove that the key is these columns in this order."""
-        if pc.any(pc.not_equal(text, column), min_count=0).as_py():
-            raise DataRejected(
-                f"the key of table {self.table} is not {', '.join(self.key)} in this order",
-                detail=f"Column {name} and its place in the key array differ.",
-                hint="Name the primary key's columns in order: "
-                f"`source.cockroachdb.keys: {{{self.table}: [...]}}`.",
-            )
-
-    def _cast(self, cells: Cells, name: str) -> pa.Array:
-        return cast_text(cells.text(), name, self.kinds[name], self.arrow.field(name).type)
-
-    def _before(self, before: Cells) -> pa.Array:
-        """The before-images, in the columns that the table has; null where there is none.
-
-        One that lacks a column counts as none: a column that was dropped at the source still has
-        its old value in the table, and nobody knows which.
-        """
-        known = {name: cells for name, cells in members(before).items() if name in self.kinds}
-        if len(known) < len(self.kinds):
-            return pa.nulls(len(before), pa.struct([]))
-        columns = [self._cast(cells, name) for name, cells in known.items()]
-        absent = before.kinds != Kind.OBJECT
-        for cells in known.values():
-            absent = absent | (cells.kinds == Kind.MISSING)
-        return pa.StructArray.from_arrays(columns, names=list(known), mask=pa.array(absent))
-
-    def _infer(self, cells: Cells, name: str) -> IcebergType | None:
-        return self.declared.get(name) or infer_type(cells)
 
     def _read_parquet(self, file: FeedFile, content: bytes) -> pa.Table:
         try:
@@ -386,8 +239,8 @@ class _Reader:
             raise file.damaged(str(error)) from error
         event = next((name for name in _PARQUET_EVENT if name in table.column_names), None)
         if event is None or _PARQUET_UPDATED not in table.column_names:
-            raise _no_timestamps(file)
-        at, seq = _split_hlc(file, table.column(_PARQUET_UPDATED).combine_chunks())
+            raise no_timestamps(file)
+        at, seq = split_hlc(file, table.column(_PARQUET_UPDATED).combine_chunks())
         deleted = pc.equal(table.column(event), "d").combine_chunks()
         ops = pc.if_else(deleted, pa.scalar(int(Op.DELETE), pa.int8()), int(Op.UPSERT))
         columns = {OP: ops.cast(pa.int8()), AT: at, SEQ: seq}
@@ -405,94 +258,8 @@ class _Reader:
             raise SchemaGap(self.table, unknown)
         for name in self.key:
             if name not in columns or pa.table({"k": columns[name]}).column("k").null_count:
-                raise _no_key(file, self.table, self.key, 0)
+                raise no_key(file, self.table, self.key, 0)
         return pa.table(columns)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Rows:
-    """Rows of a JSON file by their parts, whatever the envelope."""
-
-    updated: Cells | None
-    key: Cells | None
-    deleted: np.ndarray
-    columns: Mapping[str, Cells]
-    before: Cells | None
-    bare: bool = False
-
-
-def _rows(file: FeedFile, content: bytes) -> _Rows:
-    top = members(lines(content))
-    if _BARE in top:
-        return _bare_rows(top)
-    if "after" not in top:
-        if not top:
-            nothing = np.zeros(0, dtype=bool)
-            return _Rows(updated=None, key=None, deleted=nothing, columns={}, before=None)
-        raise DataRejected(
-            f"rows of {file.path} are in neither the wrapped nor the bare envelope",
-            hint="Create the changefeed with envelope=wrapped, the default.",
-        )
-    row = top["after"]
-    return _Rows(
-        updated=top.get("updated"),
-        key=top.get("key"),
-        deleted=row.kinds != Kind.OBJECT,
-        columns=members(row),
-        before=top.get("before"),
-    )
-
-
-def _bare_rows(top: Mapping[str, Cells]) -> _Rows:
-    meta = members(top[_BARE])
-    columns = {name: cells for name, cells in top.items() if name != _BARE}
-    present = np.zeros(len(top[_BARE]), dtype=bool)
-    for cells in columns.values():
-        present |= cells.kinds != Kind.MISSING
-    return _Rows(
-        updated=meta.get("updated"),
-        key=meta.get("key"),
-        deleted=~present,
-        columns=columns,
-        before=None,
-        bare=True,
-    )
-
-
-def _timestamps(file: FeedFile, rows: _Rows) -> tuple[pa.Array, pa.Array]:
-    if rows.updated is not None:
-        return _split_hlc(file, rows.updated.text())
-    if len(rows.deleted):
-        raise _no_timestamps(file)
-    return pa.array([], pa.int64()), pa.array([], pa.int64())
-
-
-def _split_hlc(file: FeedFile, text: pa.Array) -> tuple[pa.Array, pa.Array]:
-    """`wall.logical` cut into two whole numbers, for a whole column at once."""
-    if text.null_count:
-        raise _no_timestamps(file)
-    exact = pc.utf8_rtrim(text, "?")
-    if not pc.all(pc.match_substring_regex(exact, r"^\d+\.\d{10}$"), min_count=0).as_py():
-        raise file.damaged("A row's `updated` is not a timestamp.")
-    wall = pc.cast(pc.utf8_slice_codeunits(exact, 0, -(_LOGICAL_DIGITS + 1)), pa.int64())
-    return wall, pc.cast(pc.utf8_slice_codeunits(exact, -_LOGICAL_DIGITS), pa.int64())
-
-
-def _no_timestamps(file: FeedFile) -> DataRejected:
-    return DataRejected(
-        f"rows of {file.path} have no `updated` timestamp",
-        detail="Without it nobody can tell which of two changes of a row is the later one.",
-        hint="Create the changefeed WITH updated, resolved.",
-    )
-
-
-def _no_key(file: FeedFile, table: str, key: Sequence[str], found: int) -> DataRejected:
-    return DataRejected(
-        f"a row of {file.path} has no key",
-        detail=f"Table {table} has the key {', '.join(key)}; the row's key has {found} parts.",
-        hint="Create the changefeed WITH key_in_value, and name the primary key's columns with "
-        f"`source.cockroachdb.keys: {{{table}: [...]}}`.",
-    )
 
 
 def _cast_column(
@@ -554,7 +321,7 @@ class IndexTask:
             raise self.file.damaged(str(error)) from error
         if not column.num_columns or not column.num_rows:
             return self.file.path, (0, 0), (2**62, 0)
-        walls, _ = _split_hlc(self.file, column.column(0).combine_chunks())
+        walls, _ = split_hlc(self.file, column.column(0).combine_chunks())
         edges = pc.min_max(walls).as_py()
         return self.file.path, (edges["min"], 0), (edges["max"] + 1, 0)
 
@@ -698,7 +465,7 @@ class CockroachdbFiles(Source):
         markers: set[Position] = set()
         for path, size_bytes in self._walk(earliest):
             name = PurePosixPath(path).name
-            if name.endswith(MARKER_SUFFIX) and name[:_NAME_DIGITS].isdigit():
+            if name.endswith(MARKER_SUFFIX) and name[:FILE_NAME_DIGITS].isdigit():
                 markers.add(parse_file_time(name))
             elif file := FeedFile.parse(path, size_bytes):
                 if file.at >= earliest:
@@ -830,9 +597,9 @@ class CockroachdbFiles(Source):
         if file.format == "parquet":
             return _sample_parquet(table, file, content, declared, key_known), []
         try:
-            rows = _rows(file, content)
+            rows = rows_of(file, lines(content))
             # A table must not be made from rows that no epoch can take.
-            _timestamps(file, rows)
+            timestamps(file, rows)
             kinds = {
                 name: declared.get(name) or infer_type(cells)
                 for name, cells in rows.columns.items()
@@ -873,34 +640,9 @@ def _sample_parquet(
     except (pa.ArrowInvalid, OSError) as error:
         raise file.damaged(str(error)) from error
     if _PARQUET_UPDATED not in schema.names:
-        raise _no_timestamps(file)
+        raise no_timestamps(file)
     return [
         Column(name=column.name, type=_iceberg_type(column.type, declared, column.name))
         for column in schema
         if not column.name.startswith("__crdb_")
     ]
-
-
-def find_key(table: str, file: FeedFile, rows: _Rows) -> list[str]:
-    """The columns whose values are the parts of the key array, when only one choice fits."""
-    live = np.flatnonzero(~rows.deleted)
-    if len(live) == 0:
-        return []
-    if rows.key is None:
-        raise _no_key(file, table, ["unknown"], 0)
-    key: list[str] = []
-    for part in elements(rows.key.take(live)):
-        text = part.text()
-        matching = [
-            name for name, cells in rows.columns.items() if cells.take(live).text().equals(text)
-        ]
-        if len(matching) != 1:
-            raise ConfigInvalid(
-                f"cannot tell which columns are the key of table {table}",
-                detail=f"Part {len(key) + 1} of the key equals "
-                + (f"the columns {', '.join(matching)}." if matching else "no column."),
-                hint=f"Name the primary key's columns in order: "
-                f"`source.cockroachdb.keys: {{{table}: [...]}}`.",
-            )
-        key.append(matching[0])
-    return key

@@ -1,0 +1,249 @@
+"""Rows of a changefeed, in whichever envelope, become change batches.
+
+Envelopes differ in where a row's columns, its key and its `updated` timestamp stand; `Rows` has
+them by what they are. A `Reader` casts them to the columns of a table.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyiceberg.schema import Schema
+from pyiceberg.types import IcebergType
+
+from icestream.change import AT, BEFORE, OP, SEQ, Op
+from icestream.errors import ConfigInvalid, DataRejected
+from icestream.schema import Column, SchemaGap, arrow_schema, cast_text
+from icestream.sources.cockroachdb.hlc import LOGICAL_DIGITS
+from icestream.sources.json_cells import Cells, Kind, elements, members
+from icestream.sources.json_columns import infer_type
+
+_BARE = "__crdb__"
+
+
+class Origin(Protocol):
+    """Where rows come from, as errors name it."""
+
+    @property
+    def name(self) -> str:
+        """What is to be looked at."""
+        ...
+
+    def damaged(self, what: str) -> DataRejected:
+        """The error for content that is not what it should be."""
+        ...
+
+
+class Reader:
+    """Casts rows of one table to its columns: change batches."""
+
+    def __init__(
+        self, table: str, schema: Schema, key: list[str], declared: Mapping[str, IcebergType]
+    ):
+        self.table = table
+        self.key = key
+        self.declared = declared
+        self.kinds = {column.name: column.field_type for column in schema.fields}
+        self.arrow = arrow_schema(schema)
+
+    def read_rows(self, origin: Origin, rows: "Rows") -> pa.Table:
+        """The rows as changes; raises `SchemaGap` for columns that the table lacks."""
+        at, seq = timestamps(origin, rows)
+        key = self._key_columns(origin, rows)
+        columns: dict[str, pa.Array] = dict(key)
+        unknown = []
+        for name, cells in rows.columns.items():
+            if name in key:
+                continue
+            if name in self.kinds:
+                columns[name] = self._cast(cells, name)
+            elif (kind := self._infer(cells, name)) is not None:
+                unknown.append(Column(name=name, type=kind))
+        if unknown:
+            raise SchemaGap(self.table, unknown)
+        if rows.bare:
+            self._refuse_ambiguous(origin, rows)
+        ops = np.where(rows.deleted, np.int8(Op.DELETE), np.int8(Op.UPSERT))
+        table = {OP: pa.array(ops), AT: at, SEQ: seq, **columns}
+        if rows.before is not None:
+            table[BEFORE] = self._before(rows.before)
+        return pa.table(table)
+
+    def _key_columns(self, origin: Origin, rows: "Rows") -> dict[str, pa.Array]:
+        """The key's columns from the key array, which deletes have as well."""
+        if not self.key or not len(rows.deleted):
+            return {}
+        parts = elements(rows.key) if rows.key is not None else []
+        if len(parts) != len(self.key):
+            raise no_key(origin, self.table, self.key, len(parts))
+        columns = {}
+        for name, part in zip(self.key, parts, strict=True):
+            if np.isin(part.kinds, (Kind.MISSING, Kind.NULL)).any():
+                raise no_key(origin, self.table, self.key, len(parts))
+            text = part.text()
+            if name in rows.columns:
+                self._agree(name, text, rows.columns[name].text())
+            columns[name] = cast_text(text, name, self.kinds[name], self.arrow.field(name).type)
+        return columns
+
+    def _refuse_ambiguous(self, origin: Origin, rows: "Rows") -> None:
+        """Newer servers send a bare delete as its key and nulls, just like a row of nulls."""
+        others = [cells for name, cells in rows.columns.items() if name not in self.key]
+        valued = np.zeros(len(rows.deleted), dtype=bool)
+        for cells in others:
+            valued |= (cells.kinds != Kind.MISSING) & (cells.kinds != Kind.NULL)
+        if others and (~valued & ~rows.deleted).any():
+            raise DataRejected(
+                f"cannot tell a delete from a row of nulls in {origin.name}",
+                detail="In the bare envelope both have a key and nothing else.",
+                hint="Create the changefeed with envelope=wrapped.",
+            )
+
+    def _agree(self, name: str, text: pa.Array, column: pa.Array) -> None:
+        """Rows that carry their key twice prove that the key is these columns in this order."""
+        if pc.any(pc.not_equal(text, column), min_count=0).as_py():
+            raise DataRejected(
+                f"the key of table {self.table} is not {', '.join(self.key)} in this order",
+                detail=f"Column {name} and its place in the key array differ.",
+                hint="Name the primary key's columns in order: "
+                f"`source.cockroachdb.keys: {{{self.table}: [...]}}`.",
+            )
+
+    def _cast(self, cells: Cells, name: str) -> pa.Array:
+        return cast_text(cells.text(), name, self.kinds[name], self.arrow.field(name).type)
+
+    def _before(self, before: Cells) -> pa.Array:
+        """The before-images, in the columns that the table has; null where there is none.
+
+        One that lacks a column counts as none: a column that was dropped at the source still has
+        its old value in the table, and nobody knows which.
+        """
+        known = {name: cells for name, cells in members(before).items() if name in self.kinds}
+        if len(known) < len(self.kinds):
+            return pa.nulls(len(before), pa.struct([]))
+        columns = [self._cast(cells, name) for name, cells in known.items()]
+        absent = before.kinds != Kind.OBJECT
+        for cells in known.values():
+            absent = absent | (cells.kinds == Kind.MISSING)
+        return pa.StructArray.from_arrays(columns, names=list(known), mask=pa.array(absent))
+
+    def _infer(self, cells: Cells, name: str) -> IcebergType | None:
+        return self.declared.get(name) or infer_type(cells)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """Rows by their parts, whatever the envelope."""
+
+    updated: Cells | None
+    key: Cells | None
+    deleted: np.ndarray
+    columns: Mapping[str, Cells]
+    before: Cells | None
+    bare: bool = False
+
+
+def rows_of(origin: Origin, messages: Cells) -> Rows:
+    """The rows in messages of the wrapped or the bare envelope."""
+    top = members(messages)
+    if _BARE in top:
+        return _bare_rows(top)
+    if "after" not in top:
+        if not top:
+            nothing = np.zeros(0, dtype=bool)
+            return Rows(updated=None, key=None, deleted=nothing, columns={}, before=None)
+        raise DataRejected(
+            f"rows of {origin.name} are in neither the wrapped nor the bare envelope",
+            hint="Create the changefeed with envelope=wrapped, the default.",
+        )
+    row = top["after"]
+    return Rows(
+        updated=top.get("updated"),
+        key=top.get("key"),
+        deleted=row.kinds != Kind.OBJECT,
+        columns=members(row),
+        before=top.get("before"),
+    )
+
+
+def _bare_rows(top: Mapping[str, Cells]) -> Rows:
+    meta = members(top[_BARE])
+    columns = {name: cells for name, cells in top.items() if name != _BARE}
+    present = np.zeros(len(top[_BARE]), dtype=bool)
+    for cells in columns.values():
+        present |= cells.kinds != Kind.MISSING
+    return Rows(
+        updated=meta.get("updated"),
+        key=meta.get("key"),
+        deleted=~present,
+        columns=columns,
+        before=None,
+        bare=True,
+    )
+
+
+def timestamps(origin: Origin, rows: Rows) -> tuple[pa.Array, pa.Array]:
+    """Both parts of the rows' timestamps; refused when one has none."""
+    if rows.updated is not None:
+        return split_hlc(origin, rows.updated.text())
+    if len(rows.deleted):
+        raise no_timestamps(origin)
+    return pa.array([], pa.int64()), pa.array([], pa.int64())
+
+
+def split_hlc(origin: Origin, text: pa.Array) -> tuple[pa.Array, pa.Array]:
+    """`wall.logical` cut into two whole numbers, for a whole column at once."""
+    if text.null_count:
+        raise no_timestamps(origin)
+    exact = pc.utf8_rtrim(text, "?")
+    if not pc.all(pc.match_substring_regex(exact, r"^\d+\.\d{10}$"), min_count=0).as_py():
+        raise origin.damaged("A row's `updated` is not a timestamp.")
+    wall = pc.cast(pc.utf8_slice_codeunits(exact, 0, -(LOGICAL_DIGITS + 1)), pa.int64())
+    return wall, pc.cast(pc.utf8_slice_codeunits(exact, -LOGICAL_DIGITS), pa.int64())
+
+
+def no_timestamps(origin: Origin) -> DataRejected:
+    """The error for rows that do not say when they were changed."""
+    return DataRejected(
+        f"rows of {origin.name} have no `updated` timestamp",
+        detail="Without it nobody can tell which of two changes of a row is the later one.",
+        hint="Create the changefeed WITH updated, resolved.",
+    )
+
+
+def no_key(origin: Origin, table: str, key: Sequence[str], found: int) -> DataRejected:
+    """The error for a row whose key has too many parts, or too few."""
+    return DataRejected(
+        f"a row of {origin.name} has no key",
+        detail=f"Table {table} has the key {', '.join(key)}; the row's key has {found} parts.",
+        hint="Create the changefeed WITH key_in_value, and name the primary key's columns with "
+        f"`source.cockroachdb.keys: {{{table}: [...]}}`.",
+    )
+
+
+def find_key(table: str, origin: Origin, rows: Rows) -> list[str]:
+    """The columns whose values are the parts of the key array, when only one choice fits."""
+    live = np.flatnonzero(~rows.deleted)
+    if len(live) == 0:
+        return []
+    if rows.key is None:
+        raise no_key(origin, table, ["unknown"], 0)
+    key: list[str] = []
+    for part in elements(rows.key.take(live)):
+        text = part.text()
+        matching = [
+            name for name, cells in rows.columns.items() if cells.take(live).text().equals(text)
+        ]
+        if len(matching) != 1:
+            raise ConfigInvalid(
+                f"cannot tell which columns are the key of table {table}",
+                detail=f"Part {len(key) + 1} of the key equals "
+                + (f"the columns {', '.join(matching)}." if matching else "no column."),
+                hint=f"Name the primary key's columns in order: "
+                f"`source.cockroachdb.keys: {{{table}: [...]}}`.",
+            )
+        key.append(matching[0])
+    return key
