@@ -28,7 +28,9 @@ from icestream.schema import parse_type
 from icestream.sinks.iceberg import ANY_TABLE, IcebergSink, IcebergSinkOptions, TableOptions
 from icestream.sinks.opensearch import OpenSearchOptions, OpenSearchSink
 from icestream.sources import Source
-from icestream.sources.cockroachdb import CockroachdbFiles, CockroachdbOptions, IndexTask
+from icestream.sources.cockroachdb import CockroachdbOptions, TopicsOptions
+from icestream.sources.cockroachdb.files import CockroachdbFiles
+from icestream.sources.cockroachdb.topics import CockroachdbTopics
 from icestream.sources.iceberg import IcebergSource, IcebergSourceOptions, IcebergTableOptions
 from icestream.sources.kafka import Budget, KafkaOptions, KafkaSource
 from icestream.sources.kafka.route import Route
@@ -45,6 +47,8 @@ SOURCES: dict[str, type] = {
 SINKS: dict[str, type] = {"iceberg": IcebergSinkOptions, "opensearch": OpenSearchOptions}
 # How often a slot moves on while the pipeline's own tables are idle and others are not.
 SLOT_HEARTBEAT_SECONDS = 300.0
+# Topics of an idle changefeed fill with resolved timestamps, and retention takes the old ones away.
+RESOLVED_HEARTBEAT_SECONDS = 3600.0
 # What becomes of records that cannot be taken.
 STOP = "stop"
 DEAD_LETTER = "dead_letter"
@@ -61,6 +65,9 @@ _DURATION = re.compile(
 _SHORT_DURATION = re.compile(r"(?P<number>\d+)(?P<unit>ms|s|m|h|d)")
 _UNIT_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _SINK_URL = "iceberg"
+# Options of a Kafka source that say the same of a changefeed, and are about its tables.
+_CHANGEFEED_ENVELOPE = "cockroachdb"
+_CHANGEFEED_TABLES = ("keys", "columns")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +116,12 @@ class PipelineConfig:
         routed = isinstance(self.sink, IcebergSinkOptions) and self.sink.route is not None
         if isinstance(self.source, KafkaOptions) or not (routed or self.on_error == DEAD_LETTER):
             return
+        if isinstance(self.source, CockroachdbOptions) and not routed:
+            raise ConfigInvalid(
+                f"pipeline {self.name} cannot set `on_error: {DEAD_LETTER}`",
+                detail="A snapshot of a changefeed holds all changes up to its timestamp, or none.",
+                hint="Leave `on_error` out: the pipeline stops at a row that cannot be taken.",
+            )
         raise ConfigInvalid(
             f"pipeline {self.name} sets `{'route' if routed else 'on_error'}`, "
             "which is for Kafka sources",
@@ -181,14 +194,8 @@ def _pipeline(name: str, body: object) -> PipelineConfig:
         if key not in body:
             raise ConfigInvalid(f"pipeline {name} has no {key}", hint=f"Add `{key}:` to it.")
     cadence = {key: value for key, value in body.items() if key in cadence_fields}
-    source = _connector(body["source"], SOURCES, f"{name}.source")
+    source = _connector(_as_changefeed(body["source"], name), SOURCES, f"{name}.source")
     sink = _sink(body["sink"], f"{name}.sink")
-    if isinstance(source, CockroachdbOptions) and not source.files:
-        raise ConfigInvalid(
-            f"{name}.source.cockroachdb lacks `files`",
-            hint="Name the folder that the changefeed writes to, "
-            "such as `files: s3://feeds/shop/`.",
-        )
     _one_table_for_a_url(body["sink"], source, name)
     return PipelineConfig(
         name=name,
@@ -197,6 +204,33 @@ def _pipeline(name: str, body: object) -> PipelineConfig:
         cadence=_options(Cadence, cadence, name),
         on_error=str(body.get("on_error", STOP)),
     )
+
+
+def _as_changefeed(source: object, name: str) -> object:
+    """The source; topics in CockroachDB's envelope are the same as `cockroachdb: {kafka: ...}`."""
+    kafka = source.get("kafka") if isinstance(source, Mapping) else None
+    value = kafka.get("value") if isinstance(kafka, Mapping) else None
+    if not isinstance(kafka, Mapping) or not isinstance(value, Mapping):
+        return source
+    if value.get("envelope") != _CHANGEFEED_ENVELOPE:
+        return source
+    place = f"{name}.source.kafka"
+    if set(value) - {"envelope", "format"} or value.get("format", "json") != "json":
+        raise ConfigInvalid(
+            f"{place}.value can only be `{{format: json, envelope: {_CHANGEFEED_ENVELOPE}}}`",
+            hint="Create the changefeed with format=json, the default.",
+        )
+    tables = {key: kafka[key] for key in _CHANGEFEED_TABLES if key in kafka}
+    topics = {key: v for key, v in kafka.items() if key != "value" and key not in tables}
+    known = [option.name for option in dataclasses.fields(TopicsOptions)]
+    for key in topics:
+        if key not in known:
+            raise ConfigInvalid(
+                f"{place}.{key} does not go with `envelope: {_CHANGEFEED_ENVELOPE}`",
+                hint=f"Known there: {', '.join([*known, *_CHANGEFEED_TABLES])}; "
+                "`source.cockroachdb` has more options for a changefeed.",
+            )
+    return {"cockroachdb": {"kafka": topics, **tables}}
 
 
 def _connector(body: object, kinds: Mapping[str, type], place: str) -> Any:
@@ -250,9 +284,12 @@ def parse_sink_url(url: str) -> IcebergSinkOptions:
 
 
 def _one_table_for_a_url(body: object, source: Any, name: str) -> None:
-    if isinstance(body, str) and len(source.tables) > 1:
+    if isinstance(source, CockroachdbOptions) and source.kafka and not source.tables:
+        source = source.kafka
+    tables: Sequence[object] = getattr(source, "topics", ()) or getattr(source, "tables", ())
+    if isinstance(body, str) and len(tables) > 1:
         raise ConfigInvalid(
-            f"{name}.sink names one table and {name}.source has {len(source.tables)}",
+            f"{name}.sink names one table and {name}.source has {len(tables)}",
             hint="Write the sink as `iceberg: {catalog: ..., namespace: ...}`.",
         )
 
@@ -315,10 +352,14 @@ def open_source(config: PipelineConfig, spark: SparkSession) -> Source:
         parallelism = spark.sparkContext.defaultParallelism
         return PostgresSource(options, config.name, config.cadence.epoch_bytes_max, parallelism)
 
-    def index(tasks: Sequence[IndexTask]) -> Sequence[Any]:
+    def index(tasks: Sequence[Any]) -> Sequence[Any]:
         return map_tasks(spark, tasks)
 
-    return CockroachdbFiles(options, config.name, index, config.cadence.epoch_bytes_max)
+    bytes_max = config.cadence.epoch_bytes_max
+    if options.kafka is not None:
+        workers = spark.sparkContext.defaultParallelism
+        return CockroachdbTopics(options, config.name, index, workers, bytes_max)
+    return CockroachdbFiles(options, config.name, index, bytes_max)
 
 
 def _kafka_source(config: PipelineConfig, options: KafkaOptions, workers: int) -> KafkaSource:
@@ -349,6 +390,9 @@ def open_pipeline(config: PipelineConfig, spark: SparkSession) -> Pipeline:
     cadence = config.cadence
     if cadence.heartbeat_interval is None and isinstance(config.source, PostgresOptions):
         cadence = dataclasses.replace(cadence, heartbeat_interval=SLOT_HEARTBEAT_SECONDS)
+    feed = isinstance(config.source, CockroachdbOptions) and config.source.kafka is not None
+    if cadence.heartbeat_interval is None and feed:
+        cadence = dataclasses.replace(cadence, heartbeat_interval=RESOLVED_HEARTBEAT_SECONDS)
     if isinstance(config.source, IcebergSourceOptions):
         # One after the other: what a document becomes must never depend on which epoch is faster.
         cadence = dataclasses.replace(

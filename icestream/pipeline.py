@@ -140,7 +140,8 @@ class Cadence:
         default=None,
         metadata={
             "doc": "Longest time that a frontier without changes stays unpublished; 0 is never. "
-            "By default PT5M for PostgreSQL, whose slot could not move on otherwise, else 0.",
+            "By default PT5M for PostgreSQL, whose slot could not move on otherwise, PT1H for "
+            "changefeeds over Kafka, whose topics fill while nothing changes, else 0.",
             "unit": "duration",
         },
     )

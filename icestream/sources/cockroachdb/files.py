@@ -16,12 +16,11 @@ began after the marker had been seen.
 
 import bisect
 import re
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import PurePosixPath
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -45,32 +44,30 @@ from icestream.schema import (
     SchemaGap,
     TableShape,
     cast_text,
-    parse_type,
     schema_from_json,
 )
-from icestream.sources import Source, TableSplit
+from icestream.sources import TableSplit
+from icestream.sources.cockroachdb import CockroachdbOptions
+from icestream.sources.cockroachdb.feed import Changefeed, refuse_other_key
 from icestream.sources.cockroachdb.hlc import (
     FILE_NAME_DIGITS,
     RESOLVED,
     after,
-    format_hlc,
     parse_file_time,
     resolved_of,
 )
-from icestream.sources.cockroachdb.options import CockroachdbOptions
 from icestream.sources.cockroachdb.rows import (
+    KeySearch,
     Reader,
-    find_key,
     no_key,
     no_timestamps,
     rows_of,
     split_hlc,
     timestamps,
+    top_of,
 )
 from icestream.sources.json_cells import MalformedJson, lines
 from icestream.sources.json_columns import infer_type
-
-T = TypeVar("T")
 
 MARKER_SUFFIX = ".RESOLVED"
 _DATA_NAME = re.compile(
@@ -186,7 +183,7 @@ class FileSplit(TableSplit):
         for file in self.files:
             changes = reader.read(file, file.content(files))
             self._learn(file, changes)
-            self._refuse_other_key(key)
+            refuse_other_key(self.table, self.source_key, key)
             lower = self.lower or (0, 0)
             yield only_within(changes, (lower[0], lower[1]), (self.upper[0], self.upper[1]))
 
@@ -202,15 +199,6 @@ class FileSplit(TableSplit):
     def learned(self) -> dict[str, tuple[Position, Position]]:
         """The span of timestamps in each file that was read."""
         return self.ranges
-
-    def _refuse_other_key(self, key: Sequence[str]) -> None:
-        """A delete tells its key and nothing else: by other columns it would miss its row."""
-        if self.source_key and key and set(self.source_key) != set(key):
-            raise ConfigInvalid(
-                f"rows of table {self.table} cannot be deleted by {', '.join(key)}",
-                detail=f"Its key is {', '.join(self.source_key)}.",
-                hint="Leave `equality_delete_by` out, or name the key's columns there.",
-            )
 
     def _learn(self, file: FeedFile, changes: pa.Table) -> None:
         at = changes.column(AT).combine_chunks().to_numpy(zero_copy_only=False)
@@ -228,7 +216,7 @@ class _FileReader(Reader):
         if file.format == "parquet":
             return self._read_parquet(file, content)
         try:
-            return self.read_rows(file, rows_of(file, lines(content)))
+            return self.read_rows(file, rows_of(file, top_of(lines(content))))
         except MalformedJson as error:
             raise file.damaged(f"Row {error.row + 1}, byte {error.offset}: {error}.") from error
 
@@ -326,14 +314,12 @@ class IndexTask:
         return self.file.path, (edges["min"], 0), (edges["max"] + 1, 0)
 
 
-class CockroachdbFiles(Source):
+class CockroachdbFiles(Changefeed):
     """The source over a folder of changefeed files; see the module and `Source`.
 
     The files are the feed's and stay, so nothing is acknowledged or given up. What they hold of a
     table that is new to the lake is found by `has_history`, and a truncation is told row by row.
     """
-
-    keyed = False
 
     def __init__(
         self,
@@ -342,19 +328,13 @@ class CockroachdbFiles(Source):
         index: IndexFiles,
         epoch_bytes_max: int = 1024**3,
     ):
-        self._epoch_bytes_max = epoch_bytes_max
-        self._options = options
-        self._pipeline = pipeline
+        super().__init__(options, pipeline, epoch_bytes_max)
         self._index = index
         self._files: dict[str, FeedFile] = {}
         self._markers: set[Position] = set()
         self._spans: dict[str, tuple[Position, Position]] = {}
         self._shapes: dict[str, TableShape] = {}
         self._samples: dict[str, Sequence[FeedFile]] = {}
-        self._declared = {
-            table: {name: parse_type(kind) for name, kind in columns.items()}
-            for table, columns in options.columns.items()
-        }
         self._filesystem, self._folder = filesystem(options.files, options.storage)
 
     def tables(self) -> Sequence[str]:
@@ -399,7 +379,8 @@ class CockroachdbFiles(Source):
                 detail=f"It holds {len(files)} data files and no {MARKER_SUFFIX} file.",
                 hint="Create the changefeed WITH updated, resolved; or wait for its first one.",
             )
-        boundaries = self._thinned(start)
+        waiting = sorted(m for m in markers if (m[0], m[1] + 1) > start)
+        boundaries = self.thinned(start, waiting, self._bytes_before(waiting))
         if len(boundaries) > 1:
             self._index_unknown()
         return [after(marker) for marker in boundaries]
@@ -431,32 +412,12 @@ class CockroachdbFiles(Source):
         """Remember the span of timestamps of files that were read, so that none is read in vain."""
         self._spans.update(learned)
 
-    def summary(self, epoch: Epoch) -> Mapping[str, str]:
-        """What a CockroachDB sink would say of an epoch."""
-        resolved = resolved_of(epoch.upper)
-        return {
-            "crdb.job_id": self._pipeline,
-            "crdb.batch_id": "{batch}",
-            "crdb.resolved_hlc": format_hlc(resolved) if resolved else "",
-            "crdb.data_file_count": "{data}",
-            "crdb.delete_file_count": "{delete}",
-        }
-
-    def position(self, frontier: Frontier) -> str:
-        """The resolved timestamp of a frontier."""
-        resolved = resolved_of(frontier)
-        return format_hlc(resolved) if resolved else ""
-
     def lag_seconds(self, durable: Frontier) -> float | None:
         """Time from the durable resolved timestamp to the newest one in the folder."""
         resolved = resolved_of(durable)
         if resolved is None or not self._markers:
             return None
         return max(0.0, (max(self._markers)[0] - resolved[0]) / 1e9)
-
-    def _wanted(self, topic: str) -> bool:
-        wanted = self._options.tables
-        return not wanted or topic in wanted or topic.rsplit(".", 1)[-1] in wanted
 
     def _list(self, start: Position) -> tuple[dict[str, FeedFile], set[Position]]:
         """Data files and markers of the folder, but for what lies well before `start`."""
@@ -503,26 +464,6 @@ class CockroachdbFiles(Source):
             return ()
         return (max(before)[0] - REWIND_SECONDS * 1_000_000_000, 0)
 
-    def _thinned(self, start: Position) -> list[Position]:
-        """Markers after `start` that are far enough apart, or have enough bytes between them.
-
-        A last one that stays alone is taken when its time is over.
-        """
-        spacing = int(self._options.resolved_every * 1e9)
-        waiting = sorted(m for m in self._markers if (m[0], m[1] + 1) > start)
-        sizes = self._bytes_before(waiting) if spacing else [0] * len(waiting)
-        chosen: list[Position] = []
-        last, size = (start[0] if start else 0), 0
-        for marker, added in zip(waiting, sizes, strict=True):
-            size += added
-            if marker[0] - last >= spacing or size >= self._epoch_bytes_max:
-                chosen.append(marker)
-                last, size = marker[0], 0
-        quiet = waiting and time.time_ns() - waiting[-1][0] >= spacing
-        if quiet and waiting[-1] not in chosen:
-            chosen.append(waiting[-1])
-        return chosen
-
     def _bytes_before(self, markers: Sequence[Position]) -> list[int]:
         """About how many bytes each marker brings: those of files begun since the one before."""
         sizes = [0] * len(markers)
@@ -564,15 +505,15 @@ class CockroachdbFiles(Source):
             files=files,
             lower=lower,
             upper=upper,
-            declared=_said_of(table, self._declared, {}),
-            source_key=list(_said_of(table, self._options.keys, ())),
+            declared=self.declared(table),
+            source_key=self.named_key(table),
         )
 
     def _infer_shape(self, table: str, sample: Sequence[FeedFile]) -> TableShape | None:
         """Columns and key of a table from its first rows."""
-        declared = _said_of(table, self._declared, {})
+        declared = self.declared(table)
         columns: dict[str, Column] = {}
-        key = list(_said_of(table, self._options.keys, ()))
+        key = self.named_key(table)
         read = 0
         for file in sample:
             if read > _SAMPLE_BYTES and columns and key:
@@ -597,7 +538,7 @@ class CockroachdbFiles(Source):
         if file.format == "parquet":
             return _sample_parquet(table, file, content, declared, key_known), []
         try:
-            rows = rows_of(file, lines(content))
+            rows = rows_of(file, top_of(lines(content)))
             # A table must not be made from rows that no epoch can take.
             timestamps(file, rows)
             kinds = {
@@ -605,14 +546,12 @@ class CockroachdbFiles(Source):
                 for name, cells in rows.columns.items()
             }
             columns = [Column(name=name, type=kind) for name, kind in kinds.items() if kind]
-            return columns, [] if key_known else find_key(table, file, rows)
+            search = KeySearch()
+            if not key_known:
+                search.look(file, table, rows)
+            return columns, search.key(table)
         except MalformedJson as error:
             raise file.damaged(f"Row {error.row + 1}, byte {error.offset}: {error}.") from error
-
-
-def _said_of(table: str, options: Mapping[str, T], nothing: T) -> T:
-    """What the options say of a table, by its full name or by the last part of it."""
-    return options.get(table, options.get(table.rsplit(".", 1)[-1], nothing))
 
 
 def _current(folder: str, oldest_day: Any) -> bool:

@@ -7,6 +7,11 @@ them. Both are whole numbers and are compared as such, never by way of a float.
 import re
 from datetime import UTC, datetime
 
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
 from icestream.errors import DataRejected
 from icestream.frontier import Frontier, Position
 
@@ -14,6 +19,8 @@ RESOLVED = "resolved"
 LOGICAL_DIGITS = 10
 FILE_NAME_DIGITS = 33
 _HLC = re.compile(r"(\d+)\.(\d{10})\??")
+# A wall clock that 64 bits hold; the mark behind it says that no clock has shown it yet.
+HLC_PATTERN = r"(?:\d{1,18}|[0-8]\d{18})\.\d{10}\??"
 
 
 def parse_hlc(text: str) -> Position:
@@ -50,3 +57,18 @@ def resolved_of(frontier: Frontier) -> Position | None:
     """The resolved timestamp that a frontier includes; None before the first."""
     at = frontier[RESOLVED]
     return (at[0], at[1] - 1) if at else None
+
+
+def hlc_parts(
+    text: pa.Array,
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+    """A column of timestamps as whole numbers, and which texts are timestamps at all."""
+    known = pc.fill_null(pc.match_substring_regex(text, f"^{HLC_PATTERN}$"), False)
+    exact = pc.if_else(known, pc.utf8_rtrim(text, "?"), format_hlc((0, 0)))
+    wall = pc.cast(pc.utf8_slice_codeunits(exact, 0, -(LOGICAL_DIGITS + 1)), pa.int64())
+    logical = pc.cast(pc.utf8_slice_codeunits(exact, -LOGICAL_DIGITS), pa.int64())
+    return (
+        wall.to_numpy(zero_copy_only=False),
+        logical.to_numpy(zero_copy_only=False),
+        known.to_numpy(zero_copy_only=False),
+    )

@@ -17,7 +17,7 @@ from pyiceberg.types import IcebergType
 from icestream.change import AT, BEFORE, OP, SEQ, Op
 from icestream.errors import ConfigInvalid, DataRejected
 from icestream.schema import Column, SchemaGap, arrow_schema, cast_text
-from icestream.sources.cockroachdb.hlc import LOGICAL_DIGITS
+from icestream.sources.cockroachdb.hlc import hlc_parts
 from icestream.sources.json_cells import Cells, Kind, elements, members
 from icestream.sources.json_columns import infer_type
 
@@ -73,15 +73,16 @@ class Reader:
         return pa.table(table)
 
     def _key_columns(self, origin: Origin, rows: "Rows") -> dict[str, pa.Array]:
-        """The key's columns from the key array, which deletes have as well."""
+        """The key's columns from the key, which deletes have as well."""
         if not self.key or not len(rows.deleted):
             return {}
-        parts = elements(rows.key) if rows.key is not None else []
+        parts = key_parts(rows.key, self.key)
         if len(parts) != len(self.key):
             raise no_key(origin, self.table, self.key, len(parts))
         columns = {}
-        for name, part in zip(self.key, parts, strict=True):
-            if np.isin(part.kinds, (Kind.MISSING, Kind.NULL)).any():
+        for name in self.key:
+            part = parts.get(name)
+            if part is None or np.isin(part.kinds, (Kind.MISSING, Kind.NULL)).any():
                 raise no_key(origin, self.table, self.key, len(parts))
             text = part.text()
             if name in rows.columns:
@@ -146,22 +147,39 @@ class Rows:
     bare: bool = False
 
 
-def rows_of(origin: Origin, messages: Cells) -> Rows:
-    """The rows in messages of the wrapped or the bare envelope."""
+def top_of(messages: Cells) -> Mapping[str, Cells]:
+    """The members of messages; those of their payload where a schema stands beside it."""
     top = members(messages)
+    if "payload" in top and "schema" in top and "after" not in top and _BARE not in top:
+        return members(top["payload"].only(Kind.OBJECT))
+    return top
+
+
+def updated_of(top: Mapping[str, Cells]) -> Cells | None:
+    """When rows were changed; None when no row says it."""
+    if _BARE in top:
+        return members(top[_BARE].only(Kind.OBJECT)).get("updated")
+    if "updated" not in top and "source" in top:
+        return members(top["source"].only(Kind.OBJECT)).get("ts_hlc")
+    return top.get("updated")
+
+
+def rows_of(origin: Origin, top: Mapping[str, Cells]) -> Rows:
+    """The rows in the members of messages: wrapped, enriched or bare."""
     if _BARE in top:
         return _bare_rows(top)
-    if "after" not in top:
-        if not top:
-            nothing = np.zeros(0, dtype=bool)
-            return Rows(updated=None, key=None, deleted=nothing, columns={}, before=None)
+    if not top:
+        nothing = np.zeros(0, dtype=bool)
+        return Rows(updated=None, key=None, deleted=nothing, columns={}, before=None)
+    row = top.get("after")
+    # A message that does not speak of a row's state must not pass for a delete.
+    if row is None or not np.isin(row.kinds, (Kind.OBJECT, Kind.NULL)).all():
         raise DataRejected(
-            f"rows of {origin.name} are in neither the wrapped nor the bare envelope",
+            f"rows of {origin.name} are in none of the envelopes wrapped, enriched and bare",
             hint="Create the changefeed with envelope=wrapped, the default.",
         )
-    row = top["after"]
     return Rows(
-        updated=top.get("updated"),
+        updated=updated_of(top),
         key=top.get("key"),
         deleted=row.kinds != Kind.OBJECT,
         columns=members(row),
@@ -170,7 +188,7 @@ def rows_of(origin: Origin, messages: Cells) -> Rows:
 
 
 def _bare_rows(top: Mapping[str, Cells]) -> Rows:
-    meta = members(top[_BARE])
+    meta = members(top[_BARE].only(Kind.OBJECT))
     columns = {name: cells for name, cells in top.items() if name != _BARE}
     present = np.zeros(len(top[_BARE]), dtype=bool)
     for cells in columns.values():
@@ -198,11 +216,10 @@ def split_hlc(origin: Origin, text: pa.Array) -> tuple[pa.Array, pa.Array]:
     """`wall.logical` cut into two whole numbers, for a whole column at once."""
     if text.null_count:
         raise no_timestamps(origin)
-    exact = pc.utf8_rtrim(text, "?")
-    if not pc.all(pc.match_substring_regex(exact, r"^\d+\.\d{10}$"), min_count=0).as_py():
+    walls, logicals, known = hlc_parts(text)
+    if not known.all():
         raise origin.damaged("A row's `updated` is not a timestamp.")
-    wall = pc.cast(pc.utf8_slice_codeunits(exact, 0, -(LOGICAL_DIGITS + 1)), pa.int64())
-    return wall, pc.cast(pc.utf8_slice_codeunits(exact, -LOGICAL_DIGITS), pa.int64())
+    return pa.array(walls), pa.array(logicals)
 
 
 def no_timestamps(origin: Origin) -> DataRejected:
@@ -224,26 +241,63 @@ def no_key(origin: Origin, table: str, key: Sequence[str], found: int) -> DataRe
     )
 
 
-def find_key(table: str, origin: Origin, rows: Rows) -> list[str]:
-    """The columns whose values are the parts of the key array, when only one choice fits."""
-    live = np.flatnonzero(~rows.deleted)
-    if len(live) == 0:
-        return []
-    if rows.key is None:
-        raise no_key(origin, table, ["unknown"], 0)
-    key: list[str] = []
-    for part in elements(rows.key.take(live)):
-        text = part.text()
-        matching = [
-            name for name, cells in rows.columns.items() if cells.take(live).text().equals(text)
+def key_parts(key: Cells | None, names: Sequence[str] = ()) -> dict[str, Cells]:
+    """The parts of keys by column: objects have their names, arrays are in the key's order.
+
+    Parts of an array beyond the given names are named by their place.
+    """
+    if key is None:
+        return {}
+    if (key.kinds == Kind.OBJECT).any():
+        return members(key)
+    places = elements(key)
+    return dict(zip([*names, *map(str, range(len(names), len(places)))], places, strict=False))
+
+
+class KeySearch:
+    """Finds which columns are the key, by comparing rows with their keys."""
+
+    def __init__(self) -> None:
+        self.candidates: list[list[str]] | None = None
+
+    def look(self, origin: Origin, table: str, rows: Rows) -> None:
+        """Strike out columns that differ from the key in some row; deletes tell nothing."""
+        live = np.flatnonzero(~rows.deleted)
+        if len(live) == 0:
+            return
+        if rows.key is None:
+            raise no_key(origin, table, ["unknown"], 0)
+        key = rows.key.take(live)
+        if (key.kinds == Kind.OBJECT).any():
+            self.candidates = [[name] for name in members(key)]
+            return
+        texts = {name: cells.take(live).text() for name, cells in rows.columns.items()}
+        fitting = [
+            [name for name, column in texts.items() if column.equals(part.text())]
+            for part in elements(key)
         ]
-        if len(matching) != 1:
-            raise ConfigInvalid(
-                f"cannot tell which columns are the key of table {table}",
-                detail=f"Part {len(key) + 1} of the key equals "
-                + (f"the columns {', '.join(matching)}." if matching else "no column."),
-                hint=f"Name the primary key's columns in order: "
-                f"`source.cockroachdb.keys: {{{table}: [...]}}`.",
-            )
-        key.append(matching[0])
-    return key
+        known = self.candidates or fitting
+        if len(known) != len(fitting):
+            raise no_key(origin, table, ["unknown"], len(fitting))
+        self.candidates = [
+            [name for name in one if name in other]
+            for one, other in zip(known, fitting, strict=True)
+        ]
+
+    @property
+    def settled(self) -> bool:
+        """Whether there is one choice and no other."""
+        return bool(self.candidates) and all(len(part) == 1 for part in self.candidates or ())
+
+    def key(self, table: str) -> list[str]:
+        """The key's columns; empty when no row was seen, refused when more than one choice fits."""
+        for number, names in enumerate(self.candidates or (), start=1):
+            if len(names) != 1:
+                raise ConfigInvalid(
+                    f"cannot tell which columns are the key of table {table}",
+                    detail=f"Part {number} of the key equals "
+                    + (f"the columns {', '.join(names)}." if names else "no column."),
+                    hint="Name the primary key's columns in order: "
+                    f"`source.cockroachdb.keys: {{{table}: [...]}}`.",
+                )
+        return [names[0] for names in self.candidates or ()]

@@ -20,7 +20,7 @@ from datetime import UTC, datetime
 
 from icestream import dead_letters
 from icestream.epoch import Epoch
-from icestream.errors import ConfigInvalid, HistoryLost, IcestreamError
+from icestream.errors import ConfigInvalid, IcestreamError
 from icestream.frontier import Frontier
 from icestream.schema import TableShape, joined_shapes
 from icestream.sources import Source, SplitsLost
@@ -28,6 +28,9 @@ from icestream.sources.kafka.changes import no_key
 from icestream.sources.kafka.client import Cluster, Topic
 from icestream.sources.kafka.consumer import PartitionStalled, Range
 from icestream.sources.kafka.envelope import REGISTERED, ValueOptions
+from icestream.sources.kafka.partitions import balanced, recreated, refuse_lost
+from icestream.sources.kafka.partitions import partition_name as _name
+from icestream.sources.kafka.partitions import partition_parts as _parts
 from icestream.sources.kafka.registry import RegistryOptions
 from icestream.sources.kafka.split import (
     KafkaSplit,
@@ -258,12 +261,12 @@ class KafkaSource(Source):
             elif now.id != topic_id:
                 self._refuse_recreated(topic)
             elif (topic, number) in self._bounds:
-                self._refuse_lost(topic, number, position[0])
+                refuse_lost(topic, number, position[0], self._bounds[topic, number])
 
     def splits(self, epoch: Epoch) -> Sequence[KafkaSplit]:
         """Ranges of all partitions, in as many splits as there are workers."""
         ranges = self._ranges(epoch)
-        groups = _balanced(ranges, self._workers)
+        groups = balanced(ranges, self._workers)
         return [
             KafkaSplit(
                 ranges=group,
@@ -417,39 +420,11 @@ class KafkaSource(Source):
     def _refuse_recreated(self, topic: str) -> None:
         if self._options.on_recreated == GO_ON:
             return
-        raise HistoryLost(
-            f"topic {topic} was deleted and created anew",
-            detail="Its offsets count from zero again; what the old one still held is gone.",
-            hint="Set `on_recreated: continue` to go on with the new topic from its beginning; "
+        raise recreated(
+            topic,
+            "Set `on_recreated: continue` to go on with the new topic from its beginning; "
             "rows of the old one stay in the table.",
         )
-
-    def _refuse_lost(self, topic: str, number: int, offset: int) -> None:
-        earliest, end = self._bounds[topic, number]
-        where = f"partition {number} of topic {topic}"
-        if offset < earliest:
-            raise HistoryLost(
-                f"{where} no longer has offset {offset}",
-                detail=f"It begins at {earliest}: {earliest - offset} offsets are lost.",
-                hint="Restore them, or build the tables anew under another pipeline name. "
-                "Raise the topic's retention.",
-            )
-        if offset > end:
-            raise HistoryLost(
-                f"{where} ends at offset {end}, before {offset} where it was read up to",
-                detail="Records that were read are gone from the broker, or it is another one.",
-                hint="Check `bootstrap_servers`, and whether the partition lost its replicas.",
-            )
-
-
-def _name(topic: Topic, number: int) -> str:
-    """A partition's name in a frontier; a topic's name holds no blank."""
-    return f"{topic.name} {number} {topic.id}"
-
-
-def _parts(name: str) -> tuple[str, int, str]:
-    topic, number, topic_id = name.split(" ")
-    return topic, int(number), topic_id
 
 
 def _frontier(lower: Frontier, offsets: Mapping[str, int], first: Mapping[str, int]) -> Frontier:
@@ -467,16 +442,6 @@ def _advanced(now: Mapping[str, int], ends: Mapping[str, int], rows: int) -> dic
         moved[name] = now[name] + share
         rows = max(0, rows - share)
     return moved
-
-
-def _balanced(ranges: Sequence[Range], groups: int) -> list[list[Range]]:
-    """The ranges in at most so many groups of about the same number of records."""
-    filled: list[tuple[int, list[Range]]] = [(0, []) for _ in range(min(groups, len(ranges)))]
-    for each in sorted(ranges, key=lambda r: (r.start - r.end, r.topic, r.partition)):
-        lightest = min(range(len(filled)), key=lambda number: filled[number][0])
-        rows, group = filled[lightest]
-        filled[lightest] = (rows + each.end - each.start, [*group, each])
-    return [group for _, group in filled]
 
 
 def _refuse_unknown(option: str, value: str, known: Sequence[str]) -> None:

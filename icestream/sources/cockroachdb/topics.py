@@ -1,0 +1,607 @@
+"""Changefeeds that write to Kafka: one epoch per resolved timestamp that has come everywhere.
+
+    partition 0   row row R1 row row R2 row          R1 is complete when every partition has
+    partition 1   row R1 row row ............        a marker at R1 or later: here, not R2
+
+A resolved timestamp is written to every partition, and says of that partition alone that nothing
+new up to it will follow there. So R is complete once the last marker of each partition reaches it.
+
+Nothing else orders the records. Rows later than R may stand before R's marker, and what was
+delivered may be delivered again behind it. Hence an epoch reads each partition up to its marker,
+from the first place on where something later than the epoch before may stand, and takes rows by
+their own timestamps. A frontier holds both places beside R, so that an epoch can be read again,
+and a restart needs nothing else:
+
+    resolved: (wall, logical + 1)    "<topic> <partition> <topic id>": (end, low, first)
+
+`first` is where reading began, so that a first epoch is read again from the same place too.
+"""
+
+import bisect
+import itertools
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pyarrow as pa
+from pyiceberg.types import IcebergType
+
+from icestream.epoch import Epoch
+from icestream.errors import DataRejected, IcestreamError, SourceUnavailable
+from icestream.frontier import Frontier, Position
+from icestream.schema import Column, TableShape, joined_columns, schema_from_json
+from icestream.sources import SplitsLost, TableSplit
+from icestream.sources.cockroachdb import CockroachdbOptions, TopicsOptions
+from icestream.sources.cockroachdb.feed import Changefeed, refuse_other_key
+from icestream.sources.cockroachdb.hlc import RESOLVED, after, resolved_of
+from icestream.sources.cockroachdb.index import (
+    BATCH_BYTES,
+    EARLIEST,
+    Indexed,
+    IndexRanges,
+    PartitionIndex,
+    Run,
+)
+from icestream.sources.cockroachdb.messages import told_apart
+from icestream.sources.cockroachdb.rows import KeySearch, Reader, Rows, rows_of
+from icestream.sources.json_cells import MalformedJson, values
+from icestream.sources.json_columns import infer_type
+from icestream.sources.kafka.client import Cluster, Topic
+from icestream.sources.kafka.consumer import PartitionStalled, Range, read_range
+from icestream.sources.kafka.partitions import (
+    balanced,
+    partition_name,
+    partition_parts,
+    recreated,
+    refuse_lost,
+)
+from icestream.sources.kafka.rows import Records
+
+log = logging.getLogger(__name__)
+
+# Boundaries that are named at once; the next ones are named when these are used up.
+EPOCHS_AHEAD = 100
+# How far the index may run ahead: many epochs, and yet little to remember.
+RECORDS_AHEAD = 1_000_000
+# What one worker looks through at a time.
+INDEX_RECORDS = 100_000
+SAMPLE_BYTES = 4 * 1024**2
+
+Partition = tuple[str, int]
+IndexTopics = Callable[[Sequence[IndexRanges]], Sequence[Sequence[Indexed]]]
+_WRITE_AS = "CREATE CHANGEFEED ... INTO 'kafka://...' WITH updated, resolved"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """Some records of a partition, as errors name them."""
+
+    range: Range
+    offsets: np.ndarray
+
+    @property
+    def name(self) -> str:
+        return str(replace(self.range, start=int(self.offsets[0]), end=int(self.offsets[-1]) + 1))
+
+    def damaged(self, what: str) -> DataRejected:
+        return DataRejected(
+            f"cannot read {self.name}",
+            detail=what,
+            hint="Nothing of the epoch was committed. Only rows of a changefeed may be in a topic.",
+        )
+
+    def refused(self, place: int, why: str) -> DataRejected:
+        """The error for one of the records."""
+        return DataRejected(
+            f"a record of topic {self.range.topic} is not a row of a changefeed with timestamps",
+            detail=f"Partition {self.range.partition}, offset {self.offsets[place]}: {why}.",
+            hint=f"Write the topic with {_WRITE_AS}, in the envelope wrapped, enriched (with "
+            "enriched_properties=source) or bare.",
+        )
+
+
+def rows_within(where: Range, records: Records, lower: Position, upper: Position) -> Rows | None:
+    """The rows among records whose timestamps lie in `[lower, upper)`; None when there is none.
+
+    A record that is neither a row with a timestamp nor a resolved timestamp is refused.
+    """
+    messages = told_apart(records)
+    place = _Place(range=where, offsets=records.offsets)
+    if messages.broken:
+        raise place.refused(*min(messages.broken.items()))
+    lacking = messages.rows[~messages.known]
+    if len(lacking):
+        there = records.values[int(lacking[0])].is_valid
+        why = "the row has no `updated` timestamp" if there else "the record has no value"
+        raise place.refused(int(lacking[0]), why)
+    keyless = messages.rows[records.keys.is_null().to_numpy(zero_copy_only=False)[messages.rows]]
+    if len(keyless):
+        raise place.refused(int(keyless[0]), "the row has no key")
+    walls, logicals = messages.walls, messages.logicals
+    inside = _from(walls, logicals, lower) & ~_from(walls, logicals, upper)
+    chosen = np.flatnonzero(inside)
+    if len(chosen) == 0:
+        return None
+    keys, broken_keys = values(records.keys.take(pa.array(messages.rows[chosen])))
+    if broken_keys:
+        row, why = min(broken_keys.items())
+        raise place.refused(int(messages.rows[chosen[row]]), f"in the key: {why}")
+    try:
+        rows = rows_of(place, {name: cells.take(chosen) for name, cells in messages.top.items()})
+    except MalformedJson as error:
+        raise place.damaged(f"{error.reason}.") from error
+    return replace(rows, key=keys)
+
+
+def _from(walls: np.ndarray, logicals: np.ndarray, bound: Position) -> np.ndarray:
+    wall, logical = bound
+    return np.asarray((walls > wall) | ((walls == wall) & (logicals >= logical)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopicSplit(TableSplit):
+    """Ranges of one topic, of which the rows within `[lower, upper)` are read."""
+
+    table: str
+    settings: Mapping[str, str] = field(repr=False)
+    read_timeout: float
+    ranges: Sequence[Range]
+    lower: Position
+    upper: Position
+    declared: Mapping[str, IcebergType]
+    source_key: Sequence[str]
+    size_bytes: int
+    each_key_once: bool = False
+
+    def read(self, schema_json: str, key: Sequence[str]) -> Iterator[pa.Table]:
+        """Change batches, some for each range."""
+        schema = schema_from_json(schema_json)
+        reader = Reader(self.table, schema, list(self.source_key or key), self.declared)
+        refuse_other_key(self.table, self.source_key, key)
+        for where, records in self.records():
+            rows = rows_within(where, records, self.lower, self.upper)
+            if rows is not None:
+                place = _Place(range=where, offsets=records.offsets)
+                try:
+                    yield reader.read_rows(place, rows)
+                except MalformedJson as error:
+                    raise place.damaged(f"{error.reason}.") from error
+
+    def records(self) -> Iterator[tuple[Range, Records]]:
+        """The records of its ranges."""
+        for where in self.ranges:
+            batches = read_range(
+                self.settings, where, read_timeout=self.read_timeout, batch_bytes=BATCH_BYTES
+            )
+            yield from ((where, records) for records in batches)
+
+    def with_stored(self, values: pa.Table) -> "TopicSplit":
+        """Itself: a changefeed leaves nothing out."""
+        return self
+
+    def learned(self) -> str:
+        """That the table was there to be read for."""
+        return self.table
+
+
+class CockroachdbTopics(Changefeed):
+    """The source over topics of a changefeed; see the module and `Source`."""
+
+    def __init__(
+        self,
+        options: CockroachdbOptions,
+        pipeline: str,
+        index: IndexTopics,
+        workers: int,
+        epoch_bytes_max: int = 1024**3,
+    ):
+        super().__init__(options, pipeline, epoch_bytes_max)
+        assert options.kafka is not None
+        self._kafka: TopicsOptions = options.kafka
+        self._index = index
+        self._workers = max(1, workers)
+        self._cluster = Cluster(self._kafka.settings())
+        self._group = self._kafka.group_id or f"icestream-{pipeline}"
+        self._topics: Mapping[str, Topic] = {}
+        self._bounds: Mapping[Partition, tuple[int, int]] = {}
+        self._indexes: dict[str, PartitionIndex] = {}
+        self._goal_ends: Mapping[str, int] | None = None
+        self._goal: Position | None = None
+        self._shapes: dict[str, TableShape] = {}
+        self._samples: dict[str, list[TopicSplit]] = {}
+        self._written: set[str] = set()
+        self._waiting: list[Partition] = []
+        self._stalled: tuple[float, PartitionStalled] | None = None
+
+    # What there is
+
+    def tables(self) -> Sequence[str]:
+        """One for each topic."""
+        if not self._topics:
+            self._look()
+        return sorted(self._topics)
+
+    def known_tables(self) -> Sequence[str]:
+        """The topics that the configuration names."""
+        return [topic for topic in self._kafka.topics if self._wanted(topic)]
+
+    def shape(self, table: str) -> TableShape | None:
+        """Columns and key from the rows of the table's first epochs; None if these only delete."""
+        if table not in self._shapes:
+            shape = self._infer_shape(table)
+            if shape is None:
+                return None
+            self._shapes[table] = shape
+            self._samples.pop(table, None)
+        return self._shapes[table]
+
+    def has_history(self, table: str, before: Frontier) -> bool:
+        """Whether the topic still has records that were read before.
+
+        A topic that a frontier does not name is read from its beginning by the next epoch anyway.
+        """
+        topic = self._topics.get(table)
+        if topic is None:
+            return False
+        return any(
+            position[0] > self._bounds[topic.name, number][0]
+            for number in range(topic.partitions)
+            if (position := before[partition_name(topic, number)])
+        )
+
+    def available(self, lower: Frontier) -> Sequence[Frontier]:
+        """One boundary for each resolved timestamp after `lower` that has come everywhere.
+
+        They are thinned by `resolved_every`; all that bring no row are left out but the last.
+        """
+        if self._stalled is not None and time.monotonic() < self._stalled[0]:
+            return []
+        self._look()
+        self.verify(lower)
+        self._align(lower)
+        reached = self._reached(lower)
+        while (reached is None or reached < lower[RESOLVED]) and self._index_more():
+            reached = self._reached(lower)
+        self._set_goal(lower)
+        self._refuse_unresolved()
+        if reached is None or reached < lower[RESOLVED]:
+            return []
+        if self._listed() != self._topics:
+            # Rows that a marker speaks of may be in a partition that was not there a moment ago.
+            return self.available(lower)
+        chosen = self._boundaries(lower, reached)[:EPOCHS_AHEAD]
+        return [self._frontier(lower, resolved) for resolved in chosen]
+
+    def caught_up(self, frontier: Frontier) -> bool:
+        """Whether what had come everywhere at the start lies before a frontier."""
+        return self._goal is not None and frontier[RESOLVED] > self._goal
+
+    def verify(self, durable: Frontier) -> None:
+        """Refuse a frontier whose records are gone, or are no longer the ones it counted."""
+        if not self._topics:
+            self._look()
+        for name, position in durable.positions.items():
+            if name == RESOLVED or not position:
+                continue
+            topic, number, topic_id = partition_parts(name)
+            now = self._topics.get(topic)
+            if now is None:
+                log.warning("topic %s is gone", topic)
+            elif now.id != topic_id:
+                raise recreated(
+                    topic, "Read it into new tables under another pipeline name, from its start."
+                )
+            elif (topic, number) in self._bounds:
+                end, low, _ = position
+                refuse_lost(topic, number, low, self._bounds[topic, number])
+                refuse_lost(topic, number, end, self._bounds[topic, number])
+
+    def splits(self, epoch: Epoch) -> Sequence[TopicSplit]:
+        """Where rows of the epoch are, or may be, in splits of one table each."""
+        upper = epoch.upper[RESOLVED]
+        pieces: dict[str, list[tuple[Range, int]]] = {}
+        for name, (end, _, first) in epoch.upper.positions.items() - {RESOLVED: upper}.items():
+            topic, number, _ = partition_parts(name)
+            start = epoch.lower[name][1] if epoch.lower[name] else first
+            whole = Range(topic=topic, partition=number, start=start, end=end)
+            if start < end:
+                found = self._pieces(name, whole, self._lower(epoch.lower, topic), upper)
+                pieces.setdefault(topic, []).extend(found)
+        splits = [
+            self._split(topic, group, epoch)
+            for topic in sorted(pieces)
+            for group in self._packed(sorted(pieces[topic], key=lambda piece: str(piece[0])))
+        ]
+        for split in splits:
+            # Later epochs are planned before this one is written: its rows must stay in the sample.
+            if split.table not in self._shapes and split.table not in self._written:
+                self._samples.setdefault(split.table, []).append(split)
+        return splits
+
+    # What was read
+
+    def learn(self, learned: str) -> None:
+        """Reading goes on; a table that was written to needs no sample of its rows any more."""
+        self._stalled = None
+        self._written.add(learned)
+        self._samples.pop(learned, None)
+
+    def give_up(self, lost: SplitsLost) -> None:
+        """Wait for a partition that gives nothing: without it no timestamp is complete."""
+        if isinstance(lost, PartitionStalled):
+            self._stalled = (time.monotonic() + self._kafka.read_timeout, lost)
+
+    def trouble(self) -> IcestreamError | None:
+        """What holds the resolved timestamp back."""
+        if self._stalled is not None:
+            return self._stalled[1]
+        if not self._waiting:
+            return None
+        topic, number = self._waiting[0]
+        others = f" So have {len(self._waiting) - 1} more." if len(self._waiting) > 1 else ""
+        return SourceUnavailable(
+            f"partition {number} of topic {topic} has no resolved timestamp yet",
+            detail=f"It holds back all other partitions.{others}",
+            hint="A changefeed notices new partitions after about a minute. Leave topics out that "
+            "no changefeed writes to.",
+        )
+
+    def lag_seconds(self, durable: Frontier) -> float | None:
+        """Time from the durable resolved timestamp to the newest one that was seen."""
+        resolved = resolved_of(durable)
+        seen = [last for index in self._indexes.values() if (last := index.last())]
+        if resolved is None or not seen:
+            return None
+        return max(0.0, (max(seen)[0] - resolved[0]) / 1e9)
+
+    def ack(self, durable: Frontier) -> None:
+        """Mirror progress in the consumer group."""
+        offsets = {
+            (topic.name, number): position[0]
+            for topic, number in self._partitions()
+            if (position := durable[partition_name(topic, number)])
+        }
+        self._cluster.commit_offsets(self._group, offsets)
+
+    def close(self) -> None:
+        """Let go of the brokers."""
+        self._cluster.close()
+
+    # Own: what the brokers have
+
+    def _look(self) -> None:
+        self._topics = self._listed()
+        partitions = [(topic.name, number) for topic, number in self._partitions()]
+        self._bounds = self._cluster.bounds(partitions)
+
+    def _listed(self) -> Mapping[str, Topic]:
+        found = self._cluster.topics(self._kafka.topics, self._kafka.topic_pattern or None)
+        return {name: topic for name, topic in found.items() if self._wanted(name)}
+
+    def _partitions(self) -> list[tuple[Topic, int]]:
+        return [(t, number) for t in self._topics.values() for number in range(t.partitions)]
+
+    # Own: the index
+
+    def _align(self, lower: Frontier) -> None:
+        """Have an index for each partition that begins where reading after `lower` does."""
+        indexes = {}
+        for topic, number in self._partitions():
+            name = partition_name(topic, number)
+            earliest = self._bounds[topic.name, number][0]
+            start = earliest
+            if position := lower[name]:
+                end, low, _ = position
+                # The marker before the end may speak of later timestamps as well.
+                start = max(earliest, min(low, end - 1))
+            index = self._indexes.get(name)
+            if index is None or index.start > start:
+                index = PartitionIndex(start)
+            index.forget(start)
+            indexes[name] = index
+        self._indexes = indexes
+
+    def _index_more(self) -> bool:
+        """Have workers look through what comes next; False when all that is there is known."""
+        ahead = {
+            (topic.name, number): (self._indexes[partition_name(topic, number)], end)
+            for topic, number in self._partitions()
+            if (end := self._bounds[topic.name, number][1])
+            > self._indexes[partition_name(topic, number)].end
+        }
+        if not ahead:
+            return False
+        share = max(1, RECORDS_AHEAD // len(ahead))
+        ranges = [
+            Range(topic=topic, partition=number, start=start, end=min(start + INDEX_RECORDS, stop))
+            for (topic, number), (index, end) in ahead.items()
+            for stop in [min(end, index.end + share)]
+            for start in range(index.end, stop, INDEX_RECORDS)
+        ]
+        tasks = [
+            IndexRanges(
+                settings=self._kafka.settings(),
+                read_timeout=self._kafka.read_timeout,
+                ranges=group,
+            )
+            for group in balanced(ranges, self._workers)
+        ]
+        found = list(itertools.chain.from_iterable(self._index(tasks)))
+        for each in sorted(found, key=lambda each: each.range.start):
+            ahead[each.range.topic, each.range.partition][0].add(each)
+        return True
+
+    def _reached(self, lower: Frontier) -> Position | None:
+        """The timestamp up to which everything has come, in all partitions."""
+        known = resolved_of(lower)
+        lasts: dict[Partition, Position | None] = {}
+        for topic, number in self._partitions():
+            name = partition_name(topic, number)
+            last = self._indexes[name].last()
+            if known is not None and lower[name]:
+                last = max(last or known, known)
+            lasts[topic.name, number] = last
+        self._waiting = [partition for partition, last in lasts.items() if last is None]
+        reached = [last for last in lasts.values() if last is not None]
+        return min(reached) if reached and not self._waiting else None
+
+    def _refuse_unresolved(self) -> None:
+        """Rows without any resolved timestamp are not what a changefeed was asked for."""
+        indexes = self._indexes.values()
+        everywhere = len(self._waiting) == len(indexes)
+        if everywhere and any(index.runs for index in indexes):
+            raise SourceUnavailable(
+                f"there is no resolved timestamp in {', '.join(sorted(self._topics))}",
+                detail="There are rows, and nothing that says up to when they are complete.",
+                hint=f"Write the topics with {_WRITE_AS}; or wait for its first one.",
+            )
+
+    def _set_goal(self, lower: Frontier) -> None:
+        """Note what was complete when the source was first asked, once that is indexed."""
+        if self._goal_ends is None:
+            self._goal_ends = {
+                partition_name(topic, number): self._bounds[topic.name, number][1]
+                for topic, number in self._partitions()
+            }
+        ends = {name: end for name, end in self._goal_ends.items() if name in self._indexes}
+        if self._goal is not None or any(self._indexes[n].end < end for n, end in ends.items()):
+            return
+        known = resolved_of(lower) or EARLIEST
+        lasts = [
+            max((m.resolved for m in self._indexes[n].markers if m.offset < end), default=known)
+            for n, end in ends.items()
+        ]
+        self._goal = min(lasts, default=known)
+
+    def _boundaries(self, lower: Frontier, reached: Position) -> list[Position]:
+        """The timestamps after `lower` that become ends of epochs."""
+        start = lower[RESOLVED]
+        starts = {topic: self._lower(lower, topic) for topic in self._topics}
+        waiting = sorted(
+            {
+                marker.resolved
+                for index in self._indexes.values()
+                for marker in index.markers
+                if start <= marker.resolved <= reached
+            }
+        )
+        runs = [
+            run
+            for name, index in self._indexes.items()
+            for run in index.runs
+            if run.last >= starts[partition_parts(name)[0]]
+        ]
+        sizes = [0] * len(waiting)
+        for run in runs:
+            number = bisect.bisect_left(waiting, run.last)
+            if number < len(waiting):
+                sizes[number] += run.size_bytes
+        return _with_rows(self.thinned(start, waiting, sizes), runs)
+
+    def _lower(self, lower: Frontier, topic: str) -> Position:
+        """Rows from this timestamp on are new.
+
+        A topic that a frontier does not know is new as a whole: a table that is added to a
+        changefeed is scanned as of a time that may have been passed.
+        """
+        named = any(name.split(" ")[0] == topic for name in lower.positions if name != RESOLVED)
+        return lower[RESOLVED] if named else EARLIEST
+
+    def _frontier(self, lower: Frontier, resolved: Position) -> Frontier:
+        places = {}
+        for name, index in self._indexes.items():
+            end, low = index.place(resolved)
+            known = lower[name] or (index.start, index.start, index.start)
+            places[name] = (max(end, known[0]), max(low, known[1]), known[2])
+        return Frontier({**lower.positions, **after(resolved).positions, **places})
+
+    # Own: splits
+
+    def _pieces(
+        self, name: str, whole: Range, lower: Position, upper: Position
+    ) -> Iterator[tuple[Range, int]]:
+        """The parts of a range that may have rows within the bounds, and their size in bytes."""
+        index = self._indexes.get(name)
+        runs = index.runs_within(whole, lower, upper) if index else None
+        if runs is None:
+            yield whole, 0
+            return
+        start, size = 0, 0
+        for number, run in enumerate(runs):
+            start = start if size else max(run.start, whole.start)
+            size += run.size_bytes
+            if size >= self._options.split_bytes or number + 1 == len(runs):
+                yield replace(whole, start=start, end=min(run.end, whole.end)), size
+                size = 0
+
+    def _packed(self, pieces: Sequence[tuple[Range, int]]) -> Iterator[Sequence[tuple[Range, int]]]:
+        part: list[tuple[Range, int]] = []
+        size = 0
+        for piece in pieces:
+            if part and size + piece[1] > self._options.split_bytes:
+                yield part
+                part, size = [], 0
+            part.append(piece)
+            size += piece[1]
+        if part:
+            yield part
+
+    def _split(self, topic: str, pieces: Sequence[tuple[Range, int]], epoch: Epoch) -> TopicSplit:
+        return TopicSplit(
+            table=topic,
+            settings=self._kafka.settings(),
+            read_timeout=self._kafka.read_timeout,
+            ranges=[piece for piece, _ in pieces],
+            lower=self._lower(epoch.lower, topic),
+            upper=epoch.upper[RESOLVED],
+            declared=self.declared(topic),
+            source_key=self.named_key(topic),
+            size_bytes=sum(size for _, size in pieces),
+        )
+
+    def _infer_shape(self, table: str) -> TableShape | None:
+        """Columns and key of a table from its first rows."""
+        declared, named = self.declared(table), self.named_key(table)
+        columns: list[Column] = []
+        search = KeySearch()
+        read = 0
+        for split in self._samples.get(table, ()):
+            for where, records in split.records():
+                if read > SAMPLE_BYTES and columns and (named or search.settled):
+                    break
+                rows = rows_within(where, records, split.lower, split.upper)
+                read += records.values.nbytes
+                if rows is None:
+                    continue
+                columns = joined_columns(columns, _columns(rows, declared))
+                if not named:
+                    place = _Place(range=where, offsets=records.offsets)
+                    search.look(place, table, rows)
+        key = named or search.key(table)
+        if not columns or not key:
+            return None
+        return TableShape(columns=sorted(columns, key=lambda column: column.name), key=key)
+
+
+def _columns(rows: Rows, declared: Mapping[str, IcebergType]) -> list[Column]:
+    kinds = {name: declared.get(name) or infer_type(cells) for name, cells in rows.columns.items()}
+    return [Column(name=name, type=kind) for name, kind in kinds.items() if kind]
+
+
+def _with_rows(chosen: Sequence[Position], runs: Sequence[Run]) -> list[Position]:
+    """Those of the timestamps that may bring rows, and the last: idle time costs one epoch."""
+    change = np.zeros(len(chosen) + 1, dtype=np.int64)
+    for run in runs:
+        first = bisect.bisect_left(chosen, run.first)
+        last = bisect.bisect_left(chosen, run.last)
+        if first < len(chosen):
+            change[first] += 1
+            change[min(last, len(chosen) - 1) + 1] -= 1
+    held = np.cumsum(change)[:-1] > 0
+    return [
+        resolved
+        for number, resolved in enumerate(chosen)
+        if held[number] or number + 1 == len(chosen)
+    ]

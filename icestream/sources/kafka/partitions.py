@@ -1,0 +1,60 @@
+"""Partitions of topics in frontiers: their names, and what it means when they are not as they were.
+
+A name holds the topic's id, so that a topic that was deleted and created anew, whose offsets count
+from zero again, is never taken for the old one.
+"""
+
+from collections.abc import Sequence
+
+from icestream.errors import HistoryLost
+from icestream.sources.kafka.client import Topic
+from icestream.sources.kafka.consumer import Range
+
+
+def partition_name(topic: Topic, number: int) -> str:
+    """A partition's name in a frontier; a topic's name holds no blank."""
+    return f"{topic.name} {number} {topic.id}"
+
+
+def partition_parts(name: str) -> tuple[str, int, str]:
+    """Topic, number and topic id of a name."""
+    topic, number, topic_id = name.split(" ")
+    return topic, int(number), topic_id
+
+
+def recreated(topic: str, hint: str) -> HistoryLost:
+    """The error for a topic that has another id than it had."""
+    return HistoryLost(
+        f"topic {topic} was deleted and created anew",
+        detail="Its offsets count from zero again; what the old one still held is gone.",
+        hint=hint,
+    )
+
+
+def refuse_lost(topic: str, number: int, offset: int, bounds: tuple[int, int]) -> None:
+    """Raise `HistoryLost` when a partition no longer reaches from an offset on, or up to it."""
+    earliest, end = bounds
+    where = f"partition {number} of topic {topic}"
+    if offset < earliest:
+        raise HistoryLost(
+            f"{where} no longer has offset {offset}",
+            detail=f"It begins at {earliest}: {earliest - offset} offsets are lost.",
+            hint="Restore them, or build the tables anew under another pipeline name. "
+            "Raise the topic's retention.",
+        )
+    if offset > end:
+        raise HistoryLost(
+            f"{where} ends at offset {end}, before {offset} where it was read up to",
+            detail="Records that were read are gone from the broker, or it is another one.",
+            hint="Check `bootstrap_servers`, and whether the partition lost its replicas.",
+        )
+
+
+def balanced(ranges: Sequence[Range], groups: int) -> list[list[Range]]:
+    """The ranges in at most so many groups of about the same number of records."""
+    filled: list[tuple[int, list[Range]]] = [(0, []) for _ in range(min(groups, len(ranges)))]
+    for each in sorted(ranges, key=lambda r: (r.start - r.end, r.topic, r.partition)):
+        lightest = min(range(len(filled)), key=lambda number: filled[number][0])
+        rows, group = filled[lightest]
+        filled[lightest] = (rows + each.end - each.start, [*group, each])
+    return [group for _, group in filled]
