@@ -208,7 +208,9 @@ def _pipeline(name: str, body: object) -> PipelineConfig:
 
 def _as_changefeed(source: object, name: str) -> object:
     """The source; topics in CockroachDB's envelope are the same as `cockroachdb: {kafka: ...}`."""
-    kafka = source.get("kafka") if isinstance(source, Mapping) else None
+    if not isinstance(source, Mapping) or list(source) != ["kafka"]:
+        return source
+    kafka = source["kafka"]
     value = kafka.get("value") if isinstance(kafka, Mapping) else None
     if not isinstance(kafka, Mapping) or not isinstance(value, Mapping):
         return source

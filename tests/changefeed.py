@@ -71,6 +71,12 @@ class Change:
     row: dict[str, Any] | None
 
 
+def resolved_in(message: Message) -> Hlc:
+    """The timestamp of a marker."""
+    said = json.loads(message[1] or b"")
+    return hlc(said.get("__crdb__", said)["resolved"])
+
+
 def change_of(table: str, message: Message) -> Change:
     """What a row's message says, wrapped or bare."""
     key, value = (json.loads(part or b"null", parse_float=Decimal) for part in message)
@@ -116,8 +122,7 @@ class Feed:
         if each.table is not None:
             self.row(each.table, (each.key.encode(), each.value.encode()))
             return
-        said = json.loads(each.value)
-        self.resolve(hlc(said.get("__crdb__", said)["resolved"]), "__crdb__" in said)
+        self.resolve(resolved_in((None, each.value.encode())), "__crdb__" in each.value)
 
     def expected(self, table: str, at: Hlc) -> dict[Key, dict[str, Any]]:
         """The last version up to a timestamp of each key; a delete removes it."""
@@ -165,7 +170,8 @@ class RandomChangefeed:
     now: int = 1_700_000_000_000_000_000
     delivered: list[tuple[str, int, Message]] = field(default_factory=list)
     held: list[tuple[str, Message]] = field(default_factory=list)
-    number: int = 0
+    # No value is taken for a key.
+    number: int = 100
 
     def step(self) -> None:
         """One of the things that happen."""
@@ -174,11 +180,8 @@ class RandomChangefeed:
             self.change()
         elif chance < 0.7:
             self.deliver(self.random.randrange(3))
-        elif chance < 0.8 and self.delivered:
-            for table, partition, message in self.random.choices(self.delivered, k=3):
-                # Since then the key may have moved to another partition.
-                now = self.random.choice([partition, self.feed.partition(table, message)])
-                self.feed.send(table, now, [message])
+        elif chance < 0.8:
+            self.repeat()
         elif chance < 0.97:
             self.resolve()
         else:
@@ -194,6 +197,15 @@ class RandomChangefeed:
         self.held.append((table, wrapped([key], row, at)))
         if self.random.random() < 0.6:
             self.deliver(self.random.randrange(1, 4))
+
+    def repeat(self) -> None:
+        """Some of what was delivered is delivered again, in any order."""
+        for table, partition, message in self.random.sample(
+            self.delivered, min(3, len(self.delivered))
+        ):
+            # Since then the key may have moved to another partition.
+            now = self.random.choice([partition, self.feed.partition(table, message)])
+            self.feed.send(table, now, [message])
 
     def deliver(self, count: int) -> None:
         """Some changes that wait are written, those of a key in order, of other keys in any."""
@@ -283,8 +295,8 @@ class MemoryTopics:
     @contextmanager
     def in_place_of_kafka(self) -> Iterator[None]:
         """Have sources talk to these topics."""
-        # A broker takes seconds to start; real ones are asked in the integration tests.
         with (
+            # A broker takes seconds to start; real ones are asked in the integration tests.
             patch.object(topics, "Cluster", lambda settings: self),
             patch.object(topics, "read_range", self.read_range),
             patch.object(index, "read_range", self.read_range),

@@ -13,7 +13,7 @@ from icestream.config import PipelineConfig, SparkOptions
 from icestream.pipeline import Cadence
 from icestream.sinks.iceberg import IcebergSinkOptions, RouteOptions, TableOptions
 from icestream.sinks.opensearch import OpenSearchOptions
-from icestream.sources.cockroachdb import CockroachdbOptions
+from icestream.sources.cockroachdb import CockroachdbOptions, TopicsOptions
 from icestream.sources.iceberg import IcebergSourceOptions, IcebergTableOptions
 from icestream.sources.kafka import KafkaOptions
 from icestream.sources.kafka.envelope import ValueOptions
@@ -26,6 +26,7 @@ SECTIONS: Mapping[str, type] = {
     "Every pipeline": Cadence,
     "source.postgres": PostgresOptions,
     "source.cockroachdb": CockroachdbOptions,
+    "source.cockroachdb.kafka": TopicsOptions,
     "source.kafka": KafkaOptions,
     "source.kafka.value": ValueOptions,
     "source.kafka.schema_registry": RegistryOptions,

@@ -20,7 +20,7 @@ from icestream.errors import ConfigInvalid
 from icestream.pipeline import Cadence
 from icestream.sinks.iceberg import IcebergSinkOptions, TableOptions
 from icestream.sinks.opensearch import OpenSearchOptions
-from icestream.sources.cockroachdb import CockroachdbOptions
+from icestream.sources.cockroachdb import CockroachdbOptions, TopicsOptions
 from icestream.sources.iceberg import IcebergSourceOptions
 
 SECRET = "hunter2"
@@ -144,6 +144,16 @@ def test_a_key_that_is_like_none_lists_what_is_known():
         ({"orders": {"source": {"cockroachdb": {"files": "x"}}}}, "orders has no sink"),
         (document(source={"cockroachdb": {}}), "lacks `files`"),
         (document(source={"cockroachdb": None}), "lacks `files`"),
+        (
+            document(source__cockroachdb__kafka={"bootstrap_servers": "x:1", "topics": ["t"]}),
+            "has both `files` and `kafka`",
+        ),
+        (document(source={"cockroachdb": {"kafka": {"topics": ["t"]}}}), "lacks `bootstrap_"),
+        (
+            document(source={"cockroachdb": {"kafka": {"bootstrap_servers": "x:1"}}}),
+            "lacks `topics`",
+        ),
+        (document(on_error="dead_letter"), "cannot set `on_error: dead_letter`"),
         (document(source={}), "must name one kind"),
         (document(source={"cockroachdb": {}, "kafka": {}}), "must name one kind"),
         (document(source="text"), "must name one kind"),
@@ -462,3 +472,43 @@ def test_a_relative_path_is_read_from_where_the_program_runs(tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     Path("p.yaml").write_text("a: {source: {cockroachdb: {files: x}}, sink: {iceberg: {}}}\n")
     assert load("p.yaml") == load(tmp_path / "p.yaml")
+
+
+CHANGEFEED = {
+    "bootstrap_servers": "x:1",
+    "topics": ["orders"],
+    "value": {"format": "json", "envelope": "cockroachdb"},
+}
+
+
+def test_topics_in_cockroachdbs_envelope_are_a_changefeed():
+    """C1: the pipeline file may say it either way."""
+    keys = {"orders": ["id"]}
+    by_envelope = only(document(source={"kafka": {**CHANGEFEED, "keys": keys}}))
+    topics = {"bootstrap_servers": "x:1", "topics": ["orders"]}
+    by_name = only(document(source={"cockroachdb": {"kafka": topics, "keys": keys}}))
+    assert by_envelope == by_name
+    assert by_name.source == CockroachdbOptions(kafka=TopicsOptions(**topics), keys=keys)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"start": "latest"}, "kafka.start does not go with `envelope: cockroachdb`"),
+        ({"keyed": False}, "kafka.keyed does not go with"),
+        ({"value": {**CHANGEFEED["value"], "format": "avro"}}, "kafka.value can only be"),
+        ({"value": {**CHANGEFEED["value"], "cdc_field": "op"}}, "kafka.value can only be"),
+    ],
+)
+def test_what_a_changefeed_has_no_use_for_is_refused(changes, message):
+    """C1, U3: an option that would do nothing is never passed over."""
+    assert message in refused(document(source={"kafka": {**CHANGEFEED, **changes}})).message
+
+
+def test_a_changefeed_over_topics_fits_a_sink_url():
+    """C7: one topic, one table."""
+    url = "iceberg://localhost:8181/shop/orders?warehouse=s3://lake&equality_delete_by=id"
+    pipeline = only(document(source={"kafka": CHANGEFEED}, sink=url))
+    assert pipeline.sink == parse_sink_url(url)
+    many = {**CHANGEFEED, "topics": ["orders", "customers"]}
+    assert "names one table" in refused(document(source={"kafka": many}, sink=url)).message

@@ -56,7 +56,8 @@ class ValueOptions:
         default="none",
         metadata={
             "doc": "What records are: `none` (rows to append), `upsert` (rows by key, null deletes "
-            "them), `cdc_field` (rows with their operation in a field) or `debezium`."
+            "them), `cdc_field` (rows with their operation in a field), `debezium`, or "
+            "`cockroachdb` (as `source.cockroachdb.kafka`)."
         },
     )
     cdc_field: str = field(
