@@ -60,11 +60,15 @@ class Changefeed(Source):
         return list(_said_of(table, self._options.keys, ()))
 
     def thinned(
-        self, start: Position, waiting: Sequence[Position], sizes: Sequence[int]
+        self,
+        start: Position,
+        waiting: Sequence[Position],
+        sizes: Sequence[int],
+        more_to_come: bool = False,
     ) -> list[Position]:
         """Those of the waiting timestamps that are far enough apart, or have enough bytes between.
 
-        A last one that stays alone is taken when its time is over.
+        A last one that stays alone is taken when its time is over, unless more is known to come.
         """
         spacing = int(self._options.resolved_every * 1e9)
         chosen: list[Position] = []
@@ -74,7 +78,7 @@ class Changefeed(Source):
             if resolved[0] - last >= spacing or size >= self._epoch_bytes_max:
                 chosen.append(resolved)
                 last, size = resolved[0], 0
-        quiet = waiting and time.time_ns() - waiting[-1][0] >= spacing
+        quiet = waiting and not more_to_come and time.time_ns() - waiting[-1][0] >= spacing
         if quiet and waiting[-1] not in chosen:
             chosen.append(waiting[-1])
         return chosen

@@ -261,18 +261,15 @@ class CockroachdbTopics(Changefeed):
         self._look()
         self.verify(lower)
         self._align(lower)
-        reached = self._reached(lower)
-        while (reached is None or reached < lower[RESOLVED]) and self._index_more():
-            reached = self._reached(lower)
+        chosen = self._boundaries(lower)
+        while not chosen and self._index_more():
+            chosen = self._boundaries(lower)
         self._set_goal(lower)
         self._refuse_unresolved()
-        if reached is None or reached < lower[RESOLVED]:
-            return []
-        if self._listed() != self._topics:
+        if chosen and self._listed() != self._topics:
             # Rows that a marker speaks of may be in a partition that was not there a moment ago.
             return self.available(lower)
-        chosen = self._boundaries(lower, reached)[:EPOCHS_AHEAD]
-        return [self._frontier(lower, resolved) for resolved in chosen]
+        return [self._frontier(lower, resolved) for resolved in chosen[:EPOCHS_AHEAD]]
 
     def caught_up(self, frontier: Frontier) -> bool:
         """Whether what had come everywhere at the start lies before a frontier."""
@@ -403,14 +400,19 @@ class CockroachdbTopics(Changefeed):
             indexes[name] = index
         self._indexes = indexes
 
+    def _unindexed(self) -> dict[Partition, tuple[PartitionIndex, int]]:
+        """The partitions that have records behind what is indexed, and how far these go."""
+        found = {}
+        for topic, number in self._partitions():
+            index = self._indexes[partition_name(topic, number)]
+            _, end = self._bounds[topic.name, number]
+            if index.end < end:
+                found[topic.name, number] = (index, end)
+        return found
+
     def _index_more(self) -> bool:
         """Have workers look through what comes next; False when all that is there is known."""
-        ahead = {
-            (topic.name, number): (self._indexes[partition_name(topic, number)], end)
-            for topic, number in self._partitions()
-            if (end := self._bounds[topic.name, number][1])
-            > self._indexes[partition_name(topic, number)].end
-        }
+        ahead = self._unindexed()
         if not ahead:
             return False
         share = max(1, RECORDS_AHEAD // len(ahead))
@@ -475,9 +477,11 @@ class CockroachdbTopics(Changefeed):
         ]
         self._goal = min(lasts, default=known)
 
-    def _boundaries(self, lower: Frontier, reached: Position) -> list[Position]:
+    def _boundaries(self, lower: Frontier) -> list[Position]:
         """The timestamps after `lower` that become ends of epochs."""
-        start = lower[RESOLVED]
+        start, reached = lower[RESOLVED], self._reached(lower)
+        if reached is None or reached < start:
+            return []
         starts = {topic: self._lower(lower, topic) for topic in self._topics}
         waiting = sorted(
             {
@@ -498,7 +502,8 @@ class CockroachdbTopics(Changefeed):
             number = bisect.bisect_left(waiting, run.last)
             if number < len(waiting):
                 sizes[number] += run.size_bytes
-        return _with_rows(self.thinned(start, waiting, sizes), runs)
+        chosen = self.thinned(start, waiting, sizes, more_to_come=bool(self._unindexed()))
+        return _with_rows(chosen, runs)
 
     def _lower(self, lower: Frontier, topic: str) -> Position:
         """Rows from this timestamp on are new.
@@ -567,18 +572,17 @@ class CockroachdbTopics(Changefeed):
         columns: list[Column] = []
         search = KeySearch()
         read = 0
-        for split in self._samples.get(table, ()):
-            for where, records in split.records():
-                if read > SAMPLE_BYTES and columns and (named or search.settled):
-                    break
-                rows = rows_within(where, records, split.lower, split.upper)
-                read += records.values.nbytes
-                if rows is None:
-                    continue
-                columns = joined_columns(columns, _columns(rows, declared))
-                if not named:
-                    place = _Place(range=where, offsets=records.offsets)
-                    search.look(place, table, rows)
+        samples = self._samples.get(table, ())
+        for split, where, records in ((s, *each) for s in samples for each in s.records()):
+            rows = rows_within(where, records, split.lower, split.upper)
+            read += records.values.nbytes
+            if rows is None:
+                continue
+            columns = joined_columns(columns, _columns(rows, declared))
+            if not named:
+                search.look(_Place(range=where, offsets=records.offsets), table, rows)
+            if read > SAMPLE_BYTES and columns and (named or search.settled):
+                break
         key = named or search.key(table)
         if not columns or not key:
             return None

@@ -287,6 +287,20 @@ def test_thinned_timestamps_keep_all_rows(memory):
     assert resolved(many.available(START)) == [at(1), at(3), at(5), at(7), at(9), at(11)]
 
 
+def test_a_backlog_is_thinned_as_if_it_had_come_slowly(memory, monkeypatch):
+    """C2: however little of it is looked at in one go."""
+    # A real bound would take millions of records to reach.
+    monkeypatch.setattr(topics, "RECORDS_AHEAD", 4)
+    for second in range(1, 12):
+        memory.send("t", 0, [row(second, at(second), v=second)])
+        resolve(memory, at(second))
+    source, lower, found = memory.source(resolved_every=5.0), START, []
+    while uppers := source.available(lower):
+        found += resolved(uppers)
+        lower = uppers[-1]
+    assert found == [at(1), at(6), at(11)]
+
+
 def test_what_is_gone_is_refused(memory):
     """E7: by retention, by another topic of the name, by a broker that lost its tail."""
     source = memory.source()
@@ -308,6 +322,18 @@ def test_what_is_gone_is_refused(memory):
     memory.ids["t"] = "other"
     with pytest.raises(HistoryLost, match="created anew"):
         source.available(second)
+
+
+def test_a_first_epoch_is_read_again_from_where_it_began_or_not_at_all(memory):
+    """E7: what retention took away meanwhile may be part of what only some tables have."""
+    memory.send("t", 0, [row(1, at(1), v=1), row(2, at(1), v=2)])
+    resolve(memory, at(2))
+    (upper,) = memory.source().available(START)
+    memory.earliest["t", 0] = 1
+    source = memory.source()
+    source.available(START)
+    with pytest.raises(HistoryLost):
+        changes(source, START, upper)
 
 
 def test_a_stalled_partition_is_tried_again_later(memory):
