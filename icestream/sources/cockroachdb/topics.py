@@ -224,8 +224,14 @@ class CockroachdbTopics(Changefeed):
         return sorted(self._topics)
 
     def known_tables(self) -> Sequence[str]:
-        """The topics that the configuration names."""
-        return [topic for topic in self._kafka.topics if self._wanted(topic)]
+        """The topics that the configuration names; the brokers are asked for a pattern alone."""
+        named = [topic for topic in self._kafka.topics if self._wanted(topic)]
+        if not self._kafka.topic_pattern:
+            return named
+        try:
+            return self.tables()
+        except SourceUnavailable:
+            return named
 
     def shape(self, table: str) -> TableShape | None:
         """Columns and key from the rows of the table's first epochs; None if these only delete."""
