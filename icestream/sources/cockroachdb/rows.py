@@ -254,6 +254,11 @@ def key_parts(key: Cells | None, names: Sequence[str] = ()) -> dict[str, Cells]:
     return dict(zip([*names, *map(str, range(len(names), len(places)))], places, strict=False))
 
 
+def _same(one: Cells, other: Cells) -> bool:
+    """Whether cells hold the same values; the text `1` is not the number."""
+    return np.array_equal(one.kinds, other.kinds) and bool(one.text().equals(other.text()))
+
+
 class KeySearch:
     """Finds which columns are the key, by comparing rows with their keys."""
 
@@ -271,9 +276,9 @@ class KeySearch:
         if (key.kinds == Kind.OBJECT).any():
             self.candidates = [[name] for name in members(key)]
             return
-        texts = {name: cells.take(live).text() for name, cells in rows.columns.items()}
+        columns = {name: cells.take(live) for name, cells in rows.columns.items()}
         fitting = [
-            [name for name, column in texts.items() if column.equals(part.text())]
+            [name for name, cells in columns.items() if _same(cells, part)]
             for part in elements(key)
         ]
         known = self.candidates or fitting

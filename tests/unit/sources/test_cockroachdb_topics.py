@@ -400,11 +400,14 @@ def test_a_table_that_is_only_deleted_from_has_no_shape_yet(memory):
 
 
 def test_a_key_that_cannot_be_told_is_asked_for(memory):
-    """C5: and one that is named is believed."""
-    memory.send("t", 0, [row(1, at(1), v=1)])
+    """C5: and one that is named is believed; a text is never taken for a number."""
+    memory.send("t", 0, [row(1, at(1), v=1, text="1")])
     resolve(memory, at(2))
     source = memory.source()
     source.splits(epoch(START, source.available(START)[0]))
+    with pytest.raises(ConfigInvalid, match="equals the columns id, v") as caught:
+        source.shape("t")
+    assert "text" not in str(caught.value)
     with pytest.raises(ConfigInvalid, match="cannot tell which columns are the key"):
         source.shape("t")
     told = memory.source(keys={"t": ["v"]})
