@@ -114,7 +114,7 @@ class ParquetSplit(TableSplit):
         """Not so: keys repeat."""
         return False
 
-    def with_stored(self, values: pa.Table) -> "ParquetSplit":
+    def with_stored(self, table: str, values: pa.Table | None) -> "ParquetSplit":
         """Itself."""
         return self
 

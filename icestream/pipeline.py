@@ -25,6 +25,8 @@ from enum import StrEnum
 from functools import partial
 from typing import Any, TypeVar
 
+import pyarrow as pa
+
 from icestream import failpoints, metrics
 from icestream.epoch import Epoch, Progress, Resume, resume_point
 from icestream.errors import (
@@ -45,6 +47,7 @@ from icestream.sources import (
     Source,
     Split,
     SplitsLost,
+    TableSplit,
     TablesUnready,
     ValuesNeeded,
 )
@@ -207,6 +210,7 @@ class Pipeline:
         progress = self._retry(partial(self._sink.claim, tables))
         resume = resume_point(progress)
         self._number, self._durable = resume.number, resume.at
+        self._settled_number = self._number
         log.info(
             "resuming after %s",
             self._source.position(resume.at) or "the beginning",
@@ -243,7 +247,14 @@ class Pipeline:
         others = {*resume.carriers, *behind}
         parts = self._source.splits(epoch)
         splits = [s for s in parts if not s.tables or not others.issuperset(s.tables)]
-        written = self._write(epoch, splits, len(resume.carriers), takes_part=_all_but(others))
+        # What carries the epoch is looked up as it was before; what lies behind has not come there.
+        written = self._write(
+            epoch,
+            splits,
+            len(resume.carriers),
+            takes_part=_all_but(others),
+            looked_up=_all_but(behind),
+        )
         missing = resume.tables - len(resume.carriers)
         found = {str(json.loads(report)["table"]) for report in written.reports} | written.emptied
         if len(found) + len(behind) < missing:
@@ -284,11 +295,13 @@ class Pipeline:
             parts = self._source.splits(epoch)
             splits = [s for s in parts if not s.tables or table in s.tables]
             last = upper == self._durable
-            written = self._write(epoch, splits, 0, replaying=not last, takes_part=table.__eq__)
+            mine = self._write(epoch, splits, 0, takes_part=table.__eq__, looked_up=table.__eq__)
+            written = replace(mine, replaying=not last)
             if written.reports or written.emptied:
                 self._commit(epoch, splits, written)
             elif last:
                 self._sink.heartbeat(epoch, self._source.summary(epoch), table)
+            self._mark_settled(epoch)
             lower = upper
 
     def _stream(self, once: bool) -> None:
@@ -415,12 +428,13 @@ class Pipeline:
         epoch: Epoch,
         splits: Sequence[Part],
         skipped: int,
-        replaying: bool = False,
         takes_part: Callable[[str], bool] = lambda _: True,
+        looked_up: Callable[[str], bool] = lambda _: True,
     ) -> Written:
         """Have an epoch's files written, however many tries it takes within bounds.
 
         Tables that do not take part may be read and written to, but nothing of it is reported.
+        Rows are looked up only in tables that stand where the epoch begins, or have just taken it.
         """
         emptied = frozenset(filter(takes_part, self._source.emptied(epoch)))
         named = {table for split in splits for table in split.tables} | emptied
@@ -438,7 +452,7 @@ class Pipeline:
                 named |= self._made_ready(unready)
                 continue
             except ValuesNeeded as need:
-                splits = self._with_stored(epoch, splits, need)
+                splits = self._with_stored(epoch, splits, need, looked_up)
                 continue
             failpoints.reach(failpoints.AFTER_WRITE)
             metrics.ROWS_READ.labels(self.name).inc(outcome.rows)
@@ -451,7 +465,6 @@ class Pipeline:
                 skipped=skipped,
                 writer=writer,
                 labels=self._source.summary(epoch),
-                replaying=replaying,
                 emptied=emptied & set(tables),
             )
         raise StaleWrite(epoch)
@@ -472,16 +485,24 @@ class Pipeline:
         self._source.meet(shapes)
         return set(shapes)
 
-    def _with_stored(self, epoch: Epoch, splits: Sequence[Part], need: ValuesNeeded) -> list[Part]:
-        """Look up the rows that a table's splits ask for, as the epochs before left them."""
+    def _with_stored(
+        self,
+        epoch: Epoch,
+        splits: Sequence[Part],
+        needed: ValuesNeeded,
+        looked_up: Callable[[str], bool],
+    ) -> Sequence[Part]:
+        """Look up the rows that splits ask for, as the epochs before left them."""
         with self._settled:
             while self._settled_number < epoch.number - 1 and not self._stop.is_set():
                 self._settled.wait(1.0)
-        stored = self._retry(partial(self._sink.stored, need.table, need.keys, need.columns))
-        return [
-            s.with_stored(stored) if isinstance(s, Split) and need.table in s.tables else s
-            for s in splits
-        ]
+        for need in needed.needs:
+            stored = None
+            if looked_up(need.table):
+                ask = partial(self._sink.stored, need.table, need.keys, need.columns, epoch.lower)
+                stored = self._retry(ask)
+            splits = [_with_stored(split, need.table, stored) for split in splits]
+        return splits
 
     def _write_once(self, epoch: Epoch, splits: Sequence[Part], writer: Writer) -> Outcome:
         description = f"icestream {self.name} epoch {epoch.number}"
@@ -512,13 +533,8 @@ class Pipeline:
                 log.info("writing again: %s changed", stale, extra={"epoch": epoch.number})
                 # A table that took the epoch already is found to carry it, and keeps it as it is.
                 others = self._source.emptied(epoch) - written.emptied
-                written = self._write(
-                    epoch,
-                    splits,
-                    written.skipped,
-                    written.replaying,
-                    _all_but(others),
-                )
+                again = self._write(epoch, splits, written.skipped, _all_but(others))
+                written = replace(again, replaying=written.replaying)
         position = self._source.position(epoch.upper)
         self.health.committed(epoch.number, position, results)
         log.info(
@@ -552,6 +568,15 @@ class Pipeline:
         lag = self._source.lag_seconds(self._durable)
         if lag is not None:
             metrics.LAG_SECONDS.labels(self.name).set(lag)
+
+
+def _with_stored(part: Part, table: str, stored: pa.Table | None) -> Part:
+    """The part with rows of a table, unless all of its changes are of another one.
+
+    A split of many tables may meet more of them than it knows.
+    """
+    elsewhere = isinstance(part, TableSplit) and part.table != table
+    return part.with_stored(table, stored) if isinstance(part, Split) and not elsewhere else part
 
 
 def _all_but(tables: Collection[str]) -> Callable[[str], bool]:

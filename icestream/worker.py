@@ -32,7 +32,7 @@ from icestream.change import AT, OP, Op
 from icestream.errors import Broken, DataRejected, IcestreamError, check
 from icestream.schema import SchemaGap
 from icestream.sinks import Writer
-from icestream.sources import FrameSplit, Split, TableSplit, TablesUnready, ValuesNeeded
+from icestream.sources import FrameSplit, Need, Split, TableSplit, TablesUnready, ValuesNeeded
 from icestream.sources.iceberg import changelog
 from icestream.spark import Row, attempt_number, run_frame, run_tasks
 
@@ -258,12 +258,16 @@ def _refuse_nameless(table: str, identified: bool, changes: pa.Table) -> None:
 
 
 def _together(needed: Sequence[ValuesNeeded]) -> ValuesNeeded:
-    """What all splits of the first table ask for; other tables come in their turn."""
-    table = min(need.table for need in needed)
-    own = [need for need in needed if need.table == table]
-    columns = sorted({column for need in own for column in need.columns})
-    keys = pa.concat_tables([need.keys for need in own], promote_options="permissive")
-    return ValuesNeeded(table, keys, columns)
+    """What all splits ask for, each table once."""
+    by_table: dict[str, list[Need]] = {}
+    for need in (need for each in needed for need in each.needs):
+        by_table.setdefault(need.table, []).append(need)
+    together = []
+    for table, own in sorted(by_table.items()):
+        columns = sorted({column for need in own for column in need.columns})
+        keys = pa.concat_tables([need.keys for need in own], promote_options="permissive")
+        together.append(Need(table=table, keys=keys, columns=columns))
+    return ValuesNeeded(*together)
 
 
 def _shares(splits: Sequence[Split], writer: Writer, keyed: bool, parallelism: int) -> Shares:

@@ -25,12 +25,14 @@ from icestream.errors import (
     CommitConflict,
     CommitUnknown,
     ConfigInvalid,
+    HistoryLost,
     IcestreamError,
     NeedsOperator,
     ProgressLost,
     SchemaRejected,
     TargetUnavailable,
 )
+from icestream.frontier import Frontier
 from icestream.iceberg import progress as summaries
 from icestream.iceberg.files import DATA, FileClosed
 from icestream.iceberg.rows import Bound
@@ -68,6 +70,8 @@ VERSION_WITHOUT_LINEAGE = 2
 # Each further try means that somebody else changed the table in between.
 EVOLUTIONS_MAX = 20
 _MANY_TABLES = "commitTransaction"
+# In metadata that are only read; it stands at the snapshot whose rows are wanted.
+_STAGED_BRANCH = "icestream-staged"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +133,14 @@ class WriteTarget:
     io_properties: Mapping[str, str]
     equality_columns: Sequence[str]
     source_schema_json: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Past:
+    """A moment of a table's history: before a pipeline took what lies past a frontier."""
+
+    pipeline: str
+    before: Frontier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -489,7 +501,9 @@ class Table:
         return update
 
     @contextmanager
-    def staged(self, branch: str, bounds: Mapping[int, Bound]) -> Iterator[str | None]:
+    def staged(
+        self, branch: str, bounds: Mapping[int, Bound], past: Past | None = None
+    ) -> Iterator[str | None]:
         """Let Spark read the branch's rows within these bounds, by field id, as long as it lasts.
 
         Yields the name to read from, or None when no file has such rows. Columns are called by
@@ -497,12 +511,16 @@ class Table:
         are not there.
         """
         with as_unavailable(f"could not plan a scan of table {self.name}"):
-            table = self._renamed(self.fresh_metadata())
-            tasks = self._planned(table, branch, bounds)
+            metadata = self.fresh_metadata()
+            snapshot = _latest(metadata, branch)
+            if past is not None:
+                snapshot = self._snapshot_before(metadata, snapshot, past)
+            table = self._renamed(metadata, snapshot)
+            tasks = self._planned(table, bounds) if snapshot else None
             staged_id = str(uuid.uuid4())
             cache = self.table_cache()
             manager = self._jvm.org.apache.iceberg.spark.ScanTaskSetManager.get()
-        if tasks.isEmpty():
+        if tasks is None or tasks.isEmpty():
             yield None
             return
         cache.add(staged_id, table)
@@ -513,11 +531,28 @@ class Table:
             manager.removeTasks(table, staged_id)
             cache.remove(staged_id)
 
-    def _planned(self, table: Any, branch: str, bounds: Mapping[int, Bound]) -> Any:
-        """The files that may hold rows within the bounds; a new branch starts at the main one."""
-        scan = table.newScan()
-        if table.operations().current().ref(branch) is not None:
-            scan = scan.useRef(branch)
+    def _snapshot_before(self, metadata: Any, snapshot: Any, past: Past) -> Any:
+        """The newest snapshot on the way back from one that has not passed a frontier, or None.
+
+        Those of others stay where no snapshot of the pipeline's own beneath them has passed it.
+        """
+        found = snapshot
+        for _ in range(ANCESTORS_MAX):
+            if snapshot is None:
+                return found
+            parent = snapshot.parentId()
+            if snapshot.summary().get(summaries.PIPELINE) == past.pipeline:
+                if past.before.covers(self._progress(snapshot).upper):
+                    return found
+                found = metadata.snapshot(parent) if parent is not None else None
+                if found is None and parent is not None:
+                    raise _forgotten(self.name)
+            snapshot = metadata.snapshot(parent) if parent is not None else None
+        raise _forgotten(self.name)
+
+    def _planned(self, table: Any, bounds: Mapping[int, Bound]) -> Any:
+        """The files that may hold rows within the bounds, as the staged branch has them."""
+        scan = table.newScan().useRef(_STAGED_BRANCH)
         for number, bound in bounds.items():
             scan = scan.filter(self._expression(staged_name(number), bound))
         found = self._jvm.java.util.ArrayList()
@@ -558,13 +593,20 @@ class Table:
             iceberg.StaticTableOperations(new, self._table.io()), str(self.name)
         )
 
-    def _renamed(self, metadata: Any) -> Any:
-        """The table with its columns called by their ids; never committed, only read."""
+    def _renamed(self, metadata: Any, snapshot: Any) -> Any:
+        """The table with its columns called by their ids; never committed, only read.
+
+        It has a branch at the snapshot: a branch is read with the table's schema, and a snapshot
+        with the one of its time, in which columns have their own names.
+        """
         iceberg = self._jvm.org.apache.iceberg
         schema = iceberg.Schema(self._renamed_fields(metadata.schema()))
         new = iceberg.TableMetadata.buildFrom(metadata).setCurrentSchema(
             schema, metadata.lastColumnId()
         )
+        if snapshot is not None:
+            branch = iceberg.SnapshotRef.branchBuilder(snapshot.snapshotId()).build()
+            new = new.setRef(_STAGED_BRANCH, branch)
         operations = iceberg.StaticTableOperations(new.build(), self._table.io())
         return iceberg.BaseTable(operations, str(self.name))
 
@@ -751,6 +793,14 @@ def _latest(metadata: Any, branch: str) -> Any:
     """The branch's head; a branch that does not exist yet starts at the table's current state."""
     reference = metadata.ref(branch)
     return metadata.snapshot(reference.snapshotId()) if reference else metadata.currentSnapshot()
+
+
+def _forgotten(name: TableName) -> HistoryLost:
+    return HistoryLost(
+        f"table {name} no longer has the snapshot that an epoch began with",
+        detail="The epoch was committed in part, and has to be written again for other tables.",
+        hint="Keep snapshots for longer than a pipeline may stand still.",
+    )
 
 
 def _gone(where: str) -> ProgressLost:

@@ -11,6 +11,7 @@ from typing import Protocol
 import pyarrow as pa
 
 from icestream.epoch import Epoch, Progress
+from icestream.frontier import Frontier
 from icestream.schema import Column, TableShape
 
 
@@ -95,10 +96,14 @@ class Sink(Protocol):
         """
         ...
 
-    def stored(self, table: str, keys: pa.Table, columns: Sequence[str]) -> pa.Table:
+    def stored(
+        self, table: str, keys: pa.Table, columns: Sequence[str], before: Frontier | None = None
+    ) -> pa.Table:
         """The rows that the destination holds under these keys: the key and the wanted columns.
 
-        Keys that it does not hold are left out.
+        Keys that it does not hold are left out. A table that has taken what lies past `before` is
+        read as it was until then, so that an epoch that is written once more comes out the same;
+        raises `HistoryLost` when the table no longer knows.
         """
         ...
 

@@ -6,6 +6,7 @@ an epoch (`splits`), and is told what is durable (`ack`). It never acknowledges 
 
 from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import pyarrow as pa
@@ -24,21 +25,28 @@ class SplitsLost(SourceUnavailable):
     """
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Need:
+    """Rows of a table that are to be looked up by their keys, and the columns that are wanted."""
+
+    table: str
+    keys: pa.Table
+    columns: Sequence[str]
+
+
 class ValuesNeeded(Exception):
     """Changes leave out values that did not change, and that only the destination has.
 
-    The coordinator looks up the rows under `keys`, once all earlier epochs are committed, and has
-    the split read again with what it found (`Split.with_stored`).
+    The coordinator looks up the rows of each need, which is of another table, once all earlier
+    epochs are committed, and has the split read again with what it found (`Split.with_stored`).
     """
 
-    def __init__(self, table: str, keys: pa.Table, columns: Sequence[str]):
-        super().__init__(f"changes of table {table} leave out values of {', '.join(columns)}")
-        self.table = table
-        self.keys = keys
-        self.columns = columns
+    def __init__(self, *needs: Need):
+        super().__init__(f"changes of {', '.join(need.table for need in needs)} leave out values")
+        self.needs = needs
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ValuesNeeded, (self.table, self.keys, self.columns)
+        return ValuesNeeded, self.needs
 
 
 class TablesUnready(Exception):
@@ -109,8 +117,12 @@ class Split(Part, Protocol):
         """
         ...
 
-    def with_stored(self, values: pa.Table) -> "Split":
-        """The same split, given the destination's rows that it asked for."""
+    def with_stored(self, table: str, values: pa.Table | None) -> "Split":
+        """The same split, given a table's rows that it asked for, beside those it has of others.
+
+        None when nobody can tell them because the table stands elsewhere than where the epoch
+        begins. What is written of it is for nobody then, and nothing of it may be rejected.
+        """
         ...
 
     def learned(self) -> Any:

@@ -30,11 +30,13 @@ from pyiceberg.types import (
 from icestream import dead_letters, failpoints, metrics
 from icestream.epoch import Epoch, Progress, batch_id
 from icestream.errors import Broken, ConfigInvalid, check
+from icestream.frontier import Frontier
 from icestream.iceberg import progress as summaries
 from icestream.iceberg.catalog import (
     Catalog,
     Head,
     NewTable,
+    Past,
     Table,
     TableName,
     WriteTarget,
@@ -364,7 +366,9 @@ class IcebergSink:
         self._publish(where, self._commit(where, new, [], nothing))
         return True
 
-    def stored(self, table: str, keys: pa.Table, columns: Sequence[str]) -> pa.Table:
+    def stored(
+        self, table: str, keys: pa.Table, columns: Sequence[str], before: Frontier | None = None
+    ) -> pa.Table:
         """The branch's rows under these keys, by the source's names; see `Sink.stored`."""
         read_rows = self._read_rows
         if read_rows is None:
@@ -384,7 +388,9 @@ class IcebergSink:
         wanted = pa.table(
             {places[name]: for_spark(keys.column(name)) for name in keys.column_names}
         )
-        with self._states[table].handle.staged(self._options.branch, bounds) as staged:
+        handle = self._states[table].handle
+        past = None if before is None else Past(pipeline=self._pipeline, before=before)
+        with handle.staged(self._options.branch, bounds, past) as staged:
             if staged is None:
                 return result.empty_table()
             found = read_rows(staged, wanted, [places[name] for name in names])

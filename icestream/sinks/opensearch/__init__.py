@@ -22,6 +22,7 @@ import pyarrow as pa
 from icestream import failpoints, metrics
 from icestream.epoch import Epoch, Progress
 from icestream.errors import Broken, ConfigInvalid, ProgressLost, SchemaRejected, check
+from icestream.frontier import Frontier
 from icestream.schema import Column, TableShape
 from icestream.sinks import Committed, Written
 from icestream.sinks.opensearch.bulk import OpenSearchWriter
@@ -133,7 +134,9 @@ class OpenSearchSink:
     def evolve(self, table: str, columns: Sequence[Column]) -> None:
         """Nothing: documents carry their own fields, and `prepare` adds what an index lacks."""
 
-    def stored(self, table: str, keys: pa.Table, columns: Sequence[str]) -> pa.Table:
+    def stored(
+        self, table: str, keys: pa.Table, columns: Sequence[str], before: Frontier | None = None
+    ) -> pa.Table:
         """Never asked: documents come whole."""
         raise Broken(f"documents of table {table} come whole, and none is looked up")
 

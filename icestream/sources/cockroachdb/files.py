@@ -192,7 +192,7 @@ class FileSplit(TableSplit):
         """The size of its files as they lie in storage."""
         return sum(file.size_bytes for file in self.files)
 
-    def with_stored(self, values: pa.Table) -> "FileSplit":
+    def with_stored(self, table: str, values: pa.Table | None) -> "FileSplit":
         """Itself: a changefeed leaves nothing out."""
         return self
 

@@ -112,6 +112,22 @@ class ArrowField:
         array = pa.concat_arrays([ours, theirs]).take(pa.array(places))
         return ArrowField(array=array, kind=kind, outside=outside)
 
+    def without(self, chosen: Mask) -> "ArrowField":
+        """Its values, missing where `chosen`."""
+        places = pa.array(np.arange(len(self)), mask=chosen)
+        outside = self.missing() | chosen
+        return ArrowField(array=self.array.take(places), kind=self.kind, outside=outside)
+
+    def is_any(self, spellings: Sequence[str]) -> Mask:
+        """Where a value's text is one of these; see `Field.is_any`."""
+        found = np.zeros(len(self), dtype=np.bool_)
+        places = _as_long_as(self.array, spellings)
+        if len(places):
+            text = _text(self.array.take(pa.array(places)))
+            same = pc.is_in(text, value_set=pa.array(spellings, text.type))
+            found[places] = same.to_numpy(zero_copy_only=False)
+        return found
+
     def members(self) -> Mapping[str, "ArrowField"]:
         """The fields of a record by name; none for what is not a record."""
         if not pa.types.is_struct(self.array.type) or not isinstance(self.kind, StructType):
@@ -143,6 +159,23 @@ class ArrowField:
                 hint="Change the table's column to a type that holds every value of the field; a "
                 "column of type string takes any.",
             ) from error
+
+
+def _as_long_as(array: pa.Array, spellings: Sequence[str]) -> Indices:
+    """The values that may have one of these texts, by how many bytes or elements they have."""
+    sizes = {len(text.encode()) for text in spellings}
+    if _is_text(array.type):
+        lengths = pc.binary_length(array)
+    elif _is_bytes(array.type):
+        # Their text has a mark of two characters, and two for each byte.
+        lengths, sizes = pc.binary_length(array), {size // 2 - 1 for size in sizes}
+    elif _is_list(array.type) or pa.types.is_map(array.type):
+        lengths, sizes = _lengths(array), {text.count(",") + 1 for text in spellings}
+    else:
+        return np.zeros(0, dtype=np.int64)
+    # Nulls have no length, and are nothing that is looked for.
+    length = pc.fill_null(lengths, -1).to_numpy(zero_copy_only=False)
+    return np.flatnonzero(np.isin(length, list(sizes)))
 
 
 def arrow_field(array: pa.Array) -> ArrowField:

@@ -6,7 +6,6 @@ table makes fit is named with the reason, and the others go on without it.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -24,7 +23,8 @@ from icestream.schema import (
     evolution,
     schema_from_json,
 )
-from icestream.sources.kafka.rows import Field, Indices, Rows
+from icestream.sources.kafka.envelope import WHOLE_ROWS
+from icestream.sources.kafka.rows import Field, Indices, Mask, Rows
 
 Reasons = Mapping[int, str]
 """Why rows cannot be taken, by their places."""
@@ -32,11 +32,15 @@ Reasons = Mapping[int, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Changes:
-    """Change batch of the rows that the table takes, the places of these, and why not others."""
+    """Change batch of the rows that the table takes, the places of these, and why not others.
+
+    `withheld` tells for each column which changes of the batch lack its value.
+    """
 
     batch: pa.Table
     taken: Indices
     rejected: Reasons
+    withheld: Mapping[str, Mask]
 
 
 class TableRows:
@@ -73,12 +77,12 @@ class TableRows:
         taken = np.arange(len(rows), dtype=np.int64)
         if rejected:
             taken = np.setdiff1d(taken, list(rejected))
+            rows = rows.take(taken)
             # What fits now may be of another type than before: it is cast once more.
-            columns, _ = self._fitted(rows.take(taken))
-        ops = rows.ops[taken]
-        self._refuse_required(columns, ops)
-        batch = pa.table({OP: pa.array(ops, pa.int8()), **columns})
-        return Changes(batch=batch, taken=taken, rejected=rejected)
+            columns, _ = self._fitted(rows)
+        self._refuse_required(columns, rows)
+        batch = pa.table({OP: pa.array(rows.ops, pa.int8()), **columns})
+        return Changes(batch=batch, taken=taken, rejected=rejected, withheld=rows.withheld)
 
     def _fitted(self, rows: Rows) -> tuple[dict[str, pa.Array], dict[int, str]]:
         columns: dict[str, pa.Array] = {}
@@ -88,6 +92,8 @@ class TableRows:
             if name not in self._kinds:
                 kind = self._declared.get(name) or field.type()
                 lacking += [Column(name=name, type=kind)] if kind is not None else []
+                for place in np.flatnonzero(rows.withheld.get(name, ())).tolist():
+                    rejected.setdefault(place, not_stored(name))
                 continue
             try:
                 columns[name] = field.cast(name, self._kinds[name], self._arrow.field(name).type)
@@ -128,15 +134,23 @@ class TableRows:
             return None
         return column if steps else None
 
-    def _refuse_required(self, columns: Mapping[str, pa.Array], ops: Any) -> None:
-        """A column that records leave out has to become optional first."""
-        kept = pa.array(ops != Op.DELETE)
+    def _refuse_required(self, columns: Mapping[str, pa.Array], rows: Rows) -> None:
+        """A column that records leave out has to become optional first.
+
+        A value that was not sent is one that the row has.
+        """
+        kept = rows.ops != Op.DELETE
         lost = [
             Column(name=field.name, type=field.field_type, absent=True)
             for field in self._schema.fields
             if field.required
             and field.name not in self._key
-            and pc.any(pc.and_(_nulls(columns.get(field.name), len(ops)), kept)).as_py()
+            and pc.any(
+                pc.and_(
+                    _nulls(columns.get(field.name), len(rows)),
+                    pa.array(kept & ~rows.withheld.get(field.name, np.False_)),
+                )
+            ).as_py()
         ]
         if lost:
             raise SchemaGap(self._table, lost)
@@ -147,6 +161,14 @@ def shape_of(rows: Rows, key: Sequence[str], declared: Mapping[str, IcebergType]
     kinds = {name: declared.get(name) or field.type() for name, field in rows.columns.items()}
     columns = [Column(name=name, type=kind) for name, kind in kinds.items() if kind is not None]
     return TableShape(columns=columns, key=list(key))
+
+
+def not_stored(column: str) -> str:
+    """The reason for a change whose value is neither sent nor found."""
+    return (
+        f"the value of column {column} did not change and was not sent, and nothing stored has it; "
+        f"{WHOLE_ROWS}"
+    )
 
 
 def no_key(table: str) -> ConfigInvalid:

@@ -11,7 +11,6 @@ import base64
 import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +38,7 @@ USUAL_OPERATIONS = {
 }
 # What Debezium sends in place of a value that the database did not tell.
 UNAVAILABLE_VALUE = "__debezium_unavailable_value"
+WHOLE_ROWS = "set the table's REPLICA IDENTITY to FULL so that PostgreSQL sends whole rows"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,10 +160,14 @@ class _Verdicts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Events:
-    """What an envelope held: the row of each record, null where only the key is known."""
+    """What an envelope held: the row of each record, null where only the key is known.
+
+    `created` tells where Debezium says that the row was not there before.
+    """
 
     row: Field
     ops: Ops
+    created: Mask = field(default_factory=lambda: np.zeros(0, dtype=np.bool_))
 
 
 def changes(values: Field, keys: Field, options: ValueOptions) -> Decoded:
@@ -175,16 +179,37 @@ def changes(values: Field, keys: Field, options: ValueOptions) -> Decoded:
     events = _ENVELOPES[options.envelope](values, options, verdicts)
     rows = _rows(events, keys, options, verdicts)
     if options.envelope == "debezium":
-        for name, chosen in withheld(rows, options.unavailable_value).items():
-            verdicts.reject(
-                _everywhere(chosen, rows.records, len(values)),
-                f"the value of column {name} did not change and was not sent; set the table's "
-                "REPLICA IDENTITY to FULL so that PostgreSQL sends whole rows",
-            )
+        rows = _without_stand_ins(rows, events, options, verdicts)
     left = np.flatnonzero(verdicts.left(rows.records))
     if len(left) < len(rows):
         rows = rows.take(left)
     return Decoded(rows=rows, rejected=verdicts.rejected())
+
+
+def _without_stand_ins(
+    rows: Rows, events: _Events, options: ValueOptions, verdicts: _Verdicts
+) -> Rows:
+    """The rows without what stands for values that were not sent; updates have them withheld.
+
+    A delete needs no value. A row that comes into being was there under another key: Debezium tells
+    a key's change as a delete and a creation, and nothing leads from one to the other.
+    """
+    found = withheld(rows, options.unavailable_value)
+    if not found:
+        return rows
+    columns = dict(rows.columns)
+    of_updates = {}
+    for name, chosen in found.items():
+        columns[name] = columns[name].without(chosen)
+        created = chosen & events.created[rows.records]
+        verdicts.reject(
+            _everywhere(created, rows.records, len(events.ops)),
+            f"the row's key has changed, and the value of column {name} was not sent; {WHOLE_ROWS}",
+        )
+        updated = chosen & ~created & (rows.ops != Op.DELETE)
+        if updated.any():
+            of_updates[name] = updated
+    return replace(rows, columns=columns, withheld=of_updates)
 
 
 def _everywhere(chosen: Mask, places: Indices, size: int) -> Mask:
@@ -197,36 +222,22 @@ def _everywhere(chosen: Mask, places: Indices, size: int) -> Mask:
 def withheld(rows: Rows, placeholder: str) -> Mapping[str, Mask]:
     """The columns, and which changes in them, whose value is only a stand-in for one not sent.
 
-    Debezium spells it as a string, as the base64 of one, as an array of it, as an array of its
-    bytes, or as a map from it to itself, as the column's type demands.
+    Debezium spells it as a string, as its bytes or the base64 of them, as an array of it, as an
+    array of its bytes, or as a map from it to itself, as the column's type demands.
     """
+    if not placeholder:
+        return {}
     encoded = placeholder.encode()
     spellings = [
         placeholder,
         base64.b64encode(encoded).decode(),
         f'["{placeholder}"]',
         f"[{','.join(map(str, encoded))}]",
+        f"\\x{encoded.hex()}",
         f'{{"{placeholder}":"{placeholder}"}}',
     ]
-    masks = {name: _is_any(column, spellings) for name, column in rows.columns.items()}
+    masks = {name: column.is_any(spellings) for name, column in rows.columns.items()}
     return {name: chosen for name, chosen in masks.items() if chosen.any()}
-
-
-@runtime_checkable
-class Comparable(Protocol):
-    """A field that knows a quicker way to find values than by the text of them all."""
-
-    def is_any(self, spellings: Sequence[str]) -> Mask:
-        """Where a value's text is one of these."""
-        ...
-
-
-def _is_any(column: Field, spellings: Sequence[str]) -> Mask:
-    if isinstance(column, Comparable):
-        return column.is_any(spellings)
-    text = column.text()
-    same = pc.is_in(text, value_set=pa.array(spellings, text.type))
-    return np.asarray(same.to_numpy(zero_copy_only=False))
 
 
 def _appended(values: Field, options: ValueOptions, verdicts: _Verdicts) -> _Events:
@@ -273,7 +284,8 @@ def _from_debezium(values: Field, options: ValueOptions, verdicts: _Verdicts) ->
     parts = values.members()
     if "op" not in parts:
         _reject_others(parts, ~tombstone, verdicts)
-        return _Events(row=values, ops=np.full(len(values), Op.DELETE, dtype=np.int8))
+        ops = np.full(len(values), Op.DELETE, dtype=np.int8)
+        return _Events(row=values, ops=ops, created=np.zeros(len(values), dtype=np.bool_))
     text = parts["op"].text()
     is_op = {op: _equal(text, op) for op in "crudtm"}
     _reject_others(parts, ~tombstone & parts["op"].null(), verdicts)
@@ -281,7 +293,8 @@ def _from_debezium(values: Field, options: ValueOptions, verdicts: _Verdicts) ->
     verdicts.reject(
         is_op["t"], "the table was truncated at the source; truncate the target's table by hand"
     )
-    written = is_op["c"] | is_op["r"] | is_op["u"]
+    created = is_op["c"] | is_op["r"]
+    written = created | is_op["u"]
     deleted = is_op["d"] | tombstone
     verdicts.reject(~written & ~deleted, "the event's `op` is none of Debezium's")
     nothing = np.ones(len(values), dtype=np.bool_)
@@ -297,8 +310,9 @@ def _from_debezium(values: Field, options: ValueOptions, verdicts: _Verdicts) ->
     if after is None or before is None:
         # A text has no parts, as a row has none that nobody tells.
         row = next((part for part in (after, before) if part is not None), parts["op"])
-        return _Events(row=row, ops=ops)
-    return _Events(row=after.where(written, before) if deleted.any() else after, ops=ops)
+        return _Events(row=row, ops=ops, created=created)
+    row = after.where(written, before) if deleted.any() else after
+    return _Events(row=row, ops=ops, created=created)
 
 
 def _equal(text: pa.Array, value: str) -> Mask:

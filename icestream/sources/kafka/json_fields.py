@@ -92,6 +92,11 @@ class JsonField:
             numbers=np.where(chosen, mine[self.numbers], others[other.numbers]),
         )
 
+    def without(self, chosen: Mask) -> "JsonField":
+        """Its values, missing where `chosen`."""
+        cells = self.cells.where(~chosen, self.cells.only())
+        return JsonField(cells=cells, schemas=self.schemas, numbers=self.numbers)
+
     def members(self) -> Mapping[str, "JsonField"]:
         """The parts of objects by name; missing where a value is no object or lacks the part."""
         found = self.parts or members(self.cells.only(Kind.OBJECT))
@@ -116,16 +121,12 @@ class JsonField:
         return self.cells.text()
 
     def is_any(self, spellings: Sequence[str]) -> Mask:
-        """Where a value's text is one of these; blanks inside of arrays and objects do not count.
+        """Where a value's text is one of these; see `Field.is_any`.
 
         Reads no more than it must: a string that spells ASCII with escapes is not recognized.
         """
-        kinds, sizes = self.cells.kinds, self.cells.ends - self.cells.starts
-        lengths = [len(text.encode()) for text in spellings]
-        strings = (kinds == Kind.STRING) & np.isin(sizes, [length + 2 for length in lengths])
-        nested = (kinds >= Kind.OBJECT) & (sizes >= min(lengths))
-        found = strings | nested
-        places = np.flatnonzero(found)
+        found = np.zeros(len(self), dtype=np.bool_)
+        places = _beginning_like(self.cells, spellings)
         if len(places):
             few = self.cells.take(places)
             text = few.text()
@@ -133,7 +134,7 @@ class JsonField:
             shown = pc.if_else(pa.array(few.kinds == Kind.STRING), text, compact)
             same = pc.is_in(shown, value_set=pa.array(spellings, pa.string()))
             found[places] = same.to_numpy(zero_copy_only=False)
-        return np.asarray(found)
+        return found
 
     def cast(self, name: str, kind: IcebergType, arrow_type: pa.DataType) -> pa.Array:
         """The values in the type of a table's column; `SchemaRejected` when one does not fit."""
@@ -166,6 +167,31 @@ class JsonField:
             (self.schemas[number], self.cells.take(np.flatnonzero(self.numbers == number)))
             for number in np.unique(self.numbers).tolist()
         ]
+
+
+def _beginning_like(cells: Cells, spellings: Sequence[str]) -> Indices:
+    """The strings, arrays and objects that may have one of these texts.
+
+    Told by the length of strings, and by the three bytes that all of them begin with; what has a
+    blank behind its bracket may be any.
+    """
+    sizes = cells.ends - cells.starts
+    fitting = (cells.kinds >= Kind.OBJECT) & (sizes >= len(b"[1]"))
+    if (cells.kinds == Kind.STRING).any():
+        quoted = np.zeros(len(cells), dtype=np.bool_)
+        for length in {len(text.encode()) + 2 for text in spellings}:
+            quoted |= sizes == length
+        fitting |= quoted & (cells.kinds == Kind.STRING)
+    places = np.flatnonzero(fitting)
+    if not len(places):
+        return places
+    first, second, third = (cells.data[cells.starts[places] + number] for number in range(3))
+    may = (first != ord('"')) & np.isin(second, np.frombuffer(b" \t\r\n", np.uint8))
+    nested = [text for text in spellings if text[0] in "[{"]
+    for text in (*nested, *(f'"{text}"' for text in spellings)):
+        one, two, three = text.encode()[:3]
+        may |= (first == one) & (second == two) & (third == three)
+    return np.asarray(places[may])
 
 
 def _cast(

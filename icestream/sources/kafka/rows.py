@@ -33,6 +33,16 @@ class Records:
     def __len__(self) -> int:
         return len(self.offsets)
 
+    def take(self, indices: Indices) -> "Records":
+        """The records at these places."""
+        places = pa.array(indices)
+        return Records(
+            keys=self.keys.take(places),
+            values=self.values.take(places),
+            offsets=self.offsets[indices],
+            timestamps=self.timestamps[indices],
+        )
+
 
 class Field(Protocol):
     """One value for each of some records. Values know their type, or tell it by what they are."""
@@ -53,6 +63,17 @@ class Field(Protocol):
 
     def where(self, chosen: Mask, other: "Field") -> "Field":
         """Its own values where `chosen`, those of another field of the same records elsewhere."""
+        ...
+
+    def without(self, chosen: Mask) -> "Field":
+        """Its values, missing where `chosen`; these take no part in anything any more."""
+        ...
+
+    def is_any(self, spellings: Sequence[str]) -> Mask:
+        """Where a value's text is one of these, found without making the text of them all.
+
+        Blanks inside of arrays and objects do not count.
+        """
         ...
 
     def members(self) -> Mapping[str, "Field"]:
@@ -78,13 +99,15 @@ class Rows:
 
     `records` are places in the `Records`, ascending. A delete has the columns that are known of
     its row, at least those of its key. `keys` tells for each column which changes have it in their
-    key; records of one topic may belong to several tables, whose keys differ.
+    key; records of one topic may belong to several tables, whose keys differ. `withheld` tells for
+    each column which changes left its value as it was and did not send it; it is missing there.
     """
 
     records: Indices
     ops: npt.NDArray[np.int8]
     columns: Mapping[str, Field]
     keys: Mapping[str, Mask] = field(default_factory=dict)
+    withheld: Mapping[str, Mask] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.records)
@@ -105,7 +128,13 @@ class Rows:
             ops=self.ops[indices],
             columns={name: each.take(indices) for name, each in self.columns.items()},
             keys={name: here[indices] for name, here in self.keys.items()},
+            withheld=_any({name: here[indices] for name, here in self.withheld.items()}),
         )
+
+
+def _any(masks: Mapping[str, Mask]) -> dict[str, Mask]:
+    """Those that choose anything."""
+    return {name: mask for name, mask in masks.items() if mask.any()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

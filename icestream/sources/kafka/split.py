@@ -3,6 +3,8 @@
     range ──client──► records ──decode──► rows ──route──► rows of a table ──cast──► changes
                                     └─► rejected ──► an error, or the table's dead letters
 
+Changes whose values were not sent come last, with the values (`held_back`).
+
 Read twice, anywhere, a range gives the same changes: offsets never change what they stand for.
 """
 
@@ -17,14 +19,15 @@ from pyiceberg.types import IcebergType
 from icestream import dead_letters
 from icestream.errors import DataRejected
 from icestream.schema import Column, SchemaGap, TableShape, joined_columns, joined_shapes
-from icestream.sources import SplitsLost, TablesUnready, Targets
-from icestream.sources.kafka.changes import TableRows, ordered, shape_of
+from icestream.sources import Need, SplitsLost, TablesUnready, Targets, ValuesNeeded
+from icestream.sources.kafka.changes import TableRows, not_stored, ordered, shape_of
 from icestream.sources.kafka.consumer import Range, read_range
-from icestream.sources.kafka.envelope import ValueOptions
+from icestream.sources.kafka.envelope import WHOLE_ROWS, ValueOptions
 from icestream.sources.kafka.formats import decoded
+from icestream.sources.kafka.held_back import Held, HeldBack
 from icestream.sources.kafka.registry import RegistryOptions
 from icestream.sources.kafka.route import Route
-from icestream.sources.kafka.rows import Indices, Records, Rows
+from icestream.sources.kafka.rows import Decoded, Indices, Mask, Records, Rows
 
 BATCH_BYTES = 16 * 1024**2
 # What tables lack is not looked for in less than this, if there is more.
@@ -90,6 +93,11 @@ class Reading:
         """Whether every record is a new row, whatever was there."""
         return self.value.envelope == "none"
 
+    @property
+    def may_withhold(self) -> bool:
+        """Whether records may leave out values that other changes of their split have."""
+        return self.value.envelope == "debezium" and self.keyed
+
     def value_of(self, topic: str) -> ValueOptions:
         """What records of a topic are, with the key that its table is given."""
         tables = [topic] if self.route.by_topic() else list(self.route.tables)
@@ -108,6 +116,7 @@ class KafkaSplit:
     bytes_max: int
     each_key_once: bool = False
     reads: list[RangeRead] = field(default_factory=list)
+    stored: Mapping[str, pa.Table | None] = field(default_factory=dict, repr=False)
 
     @property
     def size_bytes(self) -> int:
@@ -117,7 +126,7 @@ class KafkaSplit:
     def changes(self, targets: Targets) -> Iterator[tuple[str, pa.Table]]:
         """The changes of every table, batch by batch; see `Split.changes`."""
         self.reads = []
-        tables = _Tables(self.reading, targets)
+        tables = _Tables(self.reading, targets, self.stored)
         for each in self.ranges:
             rows = size = 0
             newest = -1
@@ -130,12 +139,13 @@ class KafkaSplit:
                 if tables.has_seen_enough(self.size_bytes + size):
                     raise TablesUnready(tables.missing, tables.gaps)
             self.reads.append(RangeRead(range=each, rows=rows, bytes=size, newest=newest))
-        if tables.missing or tables.gaps:
-            raise TablesUnready(tables.missing, tables.gaps)
+        tables.refuse_unready()
+        yield from tables.completed()
+        tables.refuse_unready()
 
-    def with_stored(self, values: pa.Table) -> "KafkaSplit":
-        """Itself: records leave nothing out."""
-        return self
+    def with_stored(self, table: str, values: pa.Table | None) -> "KafkaSplit":
+        """The same split with rows of a table that it asked for."""
+        return replace(self, stored={**self.stored, table: values})
 
     def learned(self) -> Sequence[RangeRead]:
         """What each range held."""
@@ -159,10 +169,14 @@ class KafkaSplit:
 class _Tables:
     """The tables that records are for, and what is not there yet."""
 
-    def __init__(self, reading: Reading, targets: Targets):
+    def __init__(
+        self, reading: Reading, targets: Targets, stored: Mapping[str, pa.Table | None] = {}
+    ):
         self._reading = reading
         self._targets = targets
+        self._stored = stored
         self._rows: dict[str, TableRows] = {}
+        self._held: dict[str, HeldBack] = {}
         self.missing: dict[str, TableShape] = {}
         self.gaps: dict[str, Sequence[Column]] = {}
         self._news: frozenset[tuple[str, str, str]] = frozenset()
@@ -190,11 +204,35 @@ class _Tables:
         """The changes in some records; `at` is a time for each that never goes back."""
         route = self._reading.route
         for part in decoded(records, self._reading.value_of(where.topic), self._reading.registry):
-            strays = part.rows.records[route.strays(part.rows)].tolist()
-            rejected = {**part.rejected, **dict.fromkeys(strays, "the record belongs to no table")}
+            rows, rejected = self._decided(part)
+            strays = rows.records[route.strays(rows)].tolist()
+            rejected = {**rejected, **dict.fromkeys(strays, "the record belongs to no table")}
             yield from self._letters(where.topic, where, records, rejected)
-            for table, rows in route.cut(where.topic, part.rows):
-                yield from self._changes_of(table, where, records, rows, at)
+            for table, own in route.cut(where.topic, rows):
+                yield from self._changes_of(table, where, records, own, at)
+
+    def _decided(self, part: Decoded) -> tuple[Rows, Mapping[int, str]]:
+        """The rows that can be handled, and why others cannot.
+
+        Where changes of a key come from several partitions, nobody knows before all are brought
+        together which of them is the one before.
+        """
+        rows = part.rows
+        if not rows.withheld:
+            return rows, part.rejected
+        unknown = np.zeros(len(rows), dtype=np.bool_)
+        unknown[self._reading.route.undecided(rows)] = True
+        reason = f"the value that tells the table was not sent; {WHOLE_ROWS}"
+        if not self._reading.keyed:
+            unknown |= np.logical_or.reduce([*rows.withheld.values()])
+            reason = (
+                "a value did not change and was not sent, and with `keyed: false` the change "
+                f"before it is not known; {WHOLE_ROWS}"
+            )
+        if not unknown.any():
+            return rows, part.rejected
+        rejected = dict.fromkeys(rows.records[unknown].tolist(), reason)
+        return rows.take(np.flatnonzero(~unknown)), {**part.rejected, **rejected}
 
     def _changes_of(
         self, table: str, where: Range, records: Records, rows: Rows, at: Indices
@@ -215,7 +253,57 @@ class _Tables:
         yield from self._letters(table, where, records, reasons)
         offsets = records.offsets[places]
         order = (offsets, offsets) if self._reading.keyed else (at[places], offsets)
-        yield table, ordered(found.batch, *order)
+        batch = ordered(found.batch, *order)
+        if self._reading.may_withhold:
+            back = self._held.setdefault(table, HeldBack(self._targets.key(table)))
+            if found.withheld:
+                lacking = np.logical_or.reduce([*found.withheld.values()])
+                held = Held(
+                    changes=batch.filter(pa.array(lacking)),
+                    withheld={name: mask[lacking] for name, mask in found.withheld.items()},
+                    where=where,
+                    records=records.take(places[lacking]),
+                )
+                back.hold(held)
+                batch = batch.filter(pa.array(~lacking))
+            back.see(batch)
+        yield table, batch
+
+    def completed(self) -> Iterator[tuple[str, pa.Table]]:
+        """The changes that were held back, with their values, once everything is read.
+
+        Raises `ValuesNeeded` for what only the destination has. What it has not either is rejected,
+        unless the destination could not be asked: then nobody will see what is written here.
+        """
+        held = {table: back.opened() for table, back in self._held.items() if back}
+        needs = [
+            Need(table=table, keys=each.completion.keys(), columns=each.completion.columns())
+            for table, each in held.items()
+        ]
+        unanswered = [need for need in needs if need.keys.num_rows and not self._answers(need)]
+        if unanswered:
+            raise ValuesNeeded(*unanswered)
+        for need in needs:
+            # What asks for no row needs none.
+            stored = self._stored.get(need.table, need.keys)
+            for filled in held[need.table].filled(stored):
+                lost = np.logical_or.reduce([*filled.lost.values()])
+                if stored is not None:
+                    where, records = filled.held.where, filled.held.records
+                    yield from self._letters(need.table, where, records, _reasons(filled.lost))
+                yield need.table, filled.changes.filter(pa.array(~lost))
+
+    def _answers(self, need: Need) -> bool:
+        """Whether the rows that a need asks for were looked up, as far as they can be."""
+        if need.table not in self._stored:
+            return False
+        stored = self._stored[need.table]
+        return stored is None or {*need.columns} <= {*stored.column_names}
+
+    def refuse_unready(self) -> None:
+        """Raise what tables lack, if they lack anything."""
+        if self.missing or self.gaps:
+            raise TablesUnready(self.missing, self.gaps)
 
     def _table(self, table: str) -> TableRows:
         if table not in self._rows:
@@ -258,6 +346,15 @@ class _Tables:
         keys, values = records.keys.take(taken), records.values.take(taken)
         times = records.timestamps[places]
         yield name, dead_letters.letters(positions, texts, keys, values, times)
+
+
+def _reasons(lost: Mapping[str, Mask]) -> dict[int, str]:
+    """Why changes are rejected that lack a value, by their places."""
+    reasons: dict[int, str] = {}
+    for name, mask in lost.items():
+        for place in np.flatnonzero(mask).tolist():
+            reasons.setdefault(place, not_stored(name))
+    return reasons
 
 
 def _running_maximum(timestamps: Indices, newest: int) -> tuple[Indices, int]:

@@ -1,6 +1,6 @@
 """Columns of plain text: values that are no more than the characters they are."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,6 +39,16 @@ class TextField:
         if not isinstance(other, TextField):
             raise Broken("fields of one format are mixed with each other alone")
         return TextField(array=pc.if_else(pa.array(chosen), self.array, other.array))
+
+    def without(self, chosen: Mask) -> "TextField":
+        """Its values, missing where `chosen`."""
+        nothing = pa.scalar(None, self.array.type)
+        return TextField(array=pc.if_else(pa.array(chosen), nothing, self.array))
+
+    def is_any(self, spellings: Sequence[str]) -> Mask:
+        """Where a value is one of these."""
+        same = pc.is_in(self.array, value_set=pa.array(spellings, self.array.type))
+        return np.asarray(same.to_numpy(zero_copy_only=False))
 
     def members(self) -> Mapping[str, "TextField"]:
         """None: text has no parts."""

@@ -26,7 +26,8 @@ from icestream.change import AT, OP, SEQ, Op
 from icestream.errors import SourceUnavailable
 from icestream.schema import SchemaGap, arrow_schema, gaps, schema_from_json
 from icestream.sources import SplitsLost, TableSplit
-from icestream.sources.postgres.changes import Relation, WalSplit, plain, relation_columns
+from icestream.sources.completion import plain
+from icestream.sources.postgres.changes import Relation, WalSplit, relation_columns
 from icestream.sources.postgres.connection import (
     Connection,
     Dsn,
@@ -230,7 +231,7 @@ class CopySplit(TableSplit):
             self.rows_read += rows.num_rows
             yield rows if touched is None else _without(rows, touched, key)
 
-    def with_stored(self, values: pa.Table) -> "CopySplit":
+    def with_stored(self, table: str, values: pa.Table | None) -> "CopySplit":
         """Itself: a copy has all values."""
         return self
 

@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from pyiceberg.types import IcebergType
 
 from icestream.change import AT, OP, SEQ, Op
-from icestream.errors import DataRejected
+from icestream.errors import Broken, DataRejected
 from icestream.schema import Column, SchemaGap, arrow_schema, gaps, schema_from_json
-from icestream.sources import TableSplit, ValuesNeeded
+from icestream.sources import Need, TableSplit, ValuesNeeded
+from icestream.sources.completion import Completion, plain
 from icestream.sources.postgres.connection import Connection, Dsn, quoted, text_literal
 from icestream.sources.postgres.decode import (
     Codec,
@@ -36,8 +36,6 @@ from icestream.sources.postgres.kernels import Form
 
 # Above those of columns, of which a table has at most 1,600; Iceberg numbers them anew.
 _NESTED_IDS = 10_000
-# Columns that joins add; no table has columns of such names.
-_ROW, _PLACE = "\0row", "\0place"
 
 _INSERT, _DELETE = ord("I"), ord("D")
 # A key change is two changes: the old key goes, in its share, and the new one comes in its own.
@@ -119,7 +117,7 @@ class WalSplit(TableSplit):
             pieces = [piece.only(piece.ops == Op.INSERT) for piece in pieces]
         if any(piece.unsent for piece in pieces):
             whole = _joined(pieces)
-            yield _completed(whole, self, key, arrow).table
+            yield _completed(whole, self, key, arrow)
             return
         for piece in pieces:
             yield piece.table
@@ -128,8 +126,10 @@ class WalSplit(TableSplit):
         """Nothing."""
         return None
 
-    def with_stored(self, values: pa.Table) -> "WalSplit":
+    def with_stored(self, table: str, values: pa.Table | None) -> "WalSplit":
         """The same split with values that it asked for."""
+        if values is None:
+            raise Broken(f"table {table} is not read where it does not stand")
         sink = pa.BufferOutputStream()
         with pa.ipc.new_stream(sink, values.schema) as stream:
             stream.write_table(values)
@@ -150,7 +150,7 @@ class WalSplit(TableSplit):
             names = {name: pa.null() for name in columns}
             return pa.schema([*keys.schema, *names.items()]).empty_table()
         if self.stored is None:
-            raise ValuesNeeded(self.table, keys, columns)
+            raise ValuesNeeded(Need(table=self.table, keys=keys, columns=columns))
         return pa.ipc.open_stream(self.stored).read_all()
 
     def fetched_rows(self, keys: pa.Table, columns: Sequence[str], arrow: pa.Schema) -> pa.Table:
@@ -307,98 +307,17 @@ def _joined(pieces: Sequence[_Piece]) -> _Piece:
     )
 
 
-def _completed(piece: _Piece, split: "WalSplit", key: Sequence[str], arrow: pa.Schema) -> _Piece:
-    """Put in the values that were left out: they are the ones of the row's change before, or, for
-    a row's first change, what the destination has.
+def _completed(piece: _Piece, split: "WalSplit", key: Sequence[str], arrow: pa.Schema) -> pa.Table:
+    """Put in the values that were left out; a change whose row is nowhere any more is dropped.
 
     Raises `ValuesNeeded` when the destination was not asked yet.
     """
-    table = piece.table
-    previous = _previous(piece, key)
-    roots = {name: _roots(absent, previous) for name, absent in piece.unsent.items()}
-    lacking = {name: absent & (previous[roots[name]] < 0) for name, absent in piece.unsent.items()}
-    ask = np.zeros(table.num_rows, dtype=bool)
-    for name, missing in lacking.items():
-        ask[roots[name][missing]] = True
-    stored = split.stored_rows(_lookup_keys(piece, key, ask), sorted(piece.unsent))
-    place = np.full(table.num_rows, -1, dtype=np.int64)
-    place[ask] = _places(_lookup_keys(piece, key, ask), stored, key)
-    lost = np.zeros(table.num_rows, dtype=bool)
-    for name, missing in lacking.items():
-        lost |= missing & (place[roots[name]] < 0)
-    own_keys = table.select(list(key)).filter(pa.array(lost))
-    fetched = split.fetched_rows(own_keys, sorted(piece.unsent), arrow)
-    fetched_place = np.full(table.num_rows, -1, dtype=np.int64)
-    fetched_place[lost] = _places(own_keys, fetched, key)
-    columns = dict(zip(table.column_names, table.columns, strict=True))
-    for name, absent in piece.unsent.items():
-        own = table.column(name).combine_chunks()
-        parts = [own, *(part.column(name).combine_chunks() for part in (stored, fetched))]
-        values = pa.concat_arrays([part.cast(own.type) for part in parts])
-        root, indices = roots[name], np.arange(len(own))
-        indices = np.where(absent & ~lacking[name], previous[root], indices)
-        indices = np.where(lacking[name], len(own) + place[root], indices)
-        elsewhere = lacking[name] & (place[root] < 0)
-        indices = np.where(elsewhere, len(own) + len(stored) + fetched_place, indices)
-        # What is nowhere any more is dropped below.
-        nowhere = elsewhere & (fetched_place < 0)
-        columns[name] = values.take(pa.array(indices, mask=nowhere))
-    whole = _Piece(table=pa.table(columns), ops=piece.ops, unsent={}, moved_in=piece.moved_in)
-    return whole.only(~lost | (fetched_place >= 0))
-
-
-def _previous(piece: _Piece, key: Sequence[str]) -> np.ndarray:
-    """For each change the change of the same row before it, or -1.
-
-    The row of a key change had its old key before: its predecessor is that of the old key's
-    deletion, which stands directly in front of it.
-    """
-    table = piece.table
-    codes = np.zeros(table.num_rows, dtype=np.int64)
-    for name in key:
-        column = table.column(name).combine_chunks()
-        if isinstance(column.type, pa.BaseExtensionType):
-            column = column.cast(column.type.storage_type)
-        part = pc.dictionary_encode(column).indices.to_numpy(zero_copy_only=False)
-        _, codes = np.unique(np.stack([codes, part]), axis=1, return_inverse=True)
-    order = np.argsort(codes, kind="stable")
-    previous = np.full(len(codes), -1, dtype=np.int64)
-    same = codes[order][1:] == codes[order][:-1]
-    previous[order[1:][same]] = order[:-1][same]
-    arrived = np.flatnonzero(piece.moved_in)
-    previous[arrived] = previous[arrived - 1]
-    return previous
-
-
-def _roots(absent: np.ndarray, previous: np.ndarray) -> np.ndarray:
-    """Follow predecessors through changes that left the value out, to the first of them."""
-    root = np.arange(len(absent))
-    while True:
-        step = previous[root]
-        onward = absent & (step >= 0) & absent[root] & absent[np.maximum(step, 0)]
-        if not onward.any():
-            return root
-        root = np.where(onward, step, root)
-
-
-def _lookup_keys(piece: _Piece, key: Sequence[str], ask: np.ndarray) -> pa.Table:
-    """The keys under which the destination has the rows that are asked for."""
-    place = np.arange(piece.table.num_rows)
-    # A row whose key has changed is there under its old key, which stands directly in front.
-    place = np.where(piece.moved_in, place - 1, place)
-    return piece.table.select(list(key)).take(pa.array(place[ask]))
-
-
-def _places(keys: pa.Table, rows: pa.Table, key: Sequence[str]) -> np.ndarray:
-    """For each key the place of its row, or -1."""
-    wanted = plain(keys).append_column(_ROW, pa.array(np.arange(keys.num_rows)))
-    there = plain(rows).append_column(_PLACE, pa.array(np.arange(rows.num_rows)))
-    there = there.select([*key, _PLACE]).cast(
-        pa.schema([*plain(keys).schema, pa.field(_PLACE, pa.int64())])
-    )
-    joined = wanted.join(there, keys=list(key), join_type="left outer").sort_by(_ROW)
-    places: np.ndarray = pc.fill_null(joined.column(_PLACE), -1).combine_chunks().to_numpy()
-    return places
+    open_changes = Completion(piece.table, key, piece.unsent, piece.moved_in)
+    columns = open_changes.columns()
+    stored = split.stored_rows(open_changes.keys(), columns)
+    found = open_changes.completed(stored, lambda keys: split.fetched_rows(keys, columns, arrow))
+    nowhere = np.logical_or.reduce([*found.lost.values()])
+    return found.table.filter(pa.array(~nowhere))
 
 
 def _fetched(
@@ -440,13 +359,3 @@ def _text(value: Any, column: RelationColumn) -> str:
     if not isinstance(value, bytes):
         return str(value)
     return value.hex() if column.type.codec == Codec.UUID else f"\\x{value.hex()}"
-
-
-def plain(table: pa.Table) -> pa.Table:
-    """Without extension types, which Arrow cannot join by."""
-    for number, column in enumerate(table.columns):
-        if isinstance(column.type, pa.BaseExtensionType):
-            table = table.set_column(
-                number, table.column_names[number], column.cast(column.type.storage_type)
-            )
-    return table

@@ -8,7 +8,14 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from pyiceberg.types import DateType, DecimalType, IntegerType, StringType, TimestamptzType
+from pyiceberg.types import (
+    BinaryType,
+    DateType,
+    DecimalType,
+    IntegerType,
+    StringType,
+    TimestamptzType,
+)
 
 from icestream.change import Op
 from icestream.errors import ConfigInvalid
@@ -438,19 +445,67 @@ def test_a_schema_that_gains_a_column_keeps_earlier_rows():
     ],
 )
 def test_a_value_that_was_not_sent_is_never_stored_as_its_stand_in(stand_in):
-    """K8: the record is rejected and says what to set."""
+    """K3, P7: the change says which values it lacks; they tell no type and are not to be seen."""
     row = {"id": 1, "text": stand_in, "note": "a"}
     pairs = [({"id": 1}, event("u", None, row)), ({"id": 1}, event("u", None, {"id": 1}))]
-    decoded = decode(records(*pairs), DEBEZIUM)
+    loose = json.dumps(pairs[0][1], indent=2).encode()
+    for first in (pairs[0], ({"id": 1}, loose)):
+        decoded = decode(records(first, pairs[1]), DEBEZIUM)
+        rejected(decoded)
+        assert shown(decoded) == [
+            (0, Op.UPSERT, {"id": "1", "note": "a"}),
+            (1, Op.UPSERT, {"id": "1"}),
+        ]
+        assert told(decoded) == {"text": [True, False]}
+        assert decoded.rows.columns["text"].type() is None
+
+
+def test_a_value_not_sent_has_the_type_that_its_schema_says():
+    """K7: a column is made of its type, whatever stands in for its value."""
+    fields = [*ROW_FIELDS, {"type": "bytes", "optional": True, "field": "big"}]
+    stand_in = base64.b64encode(UNAVAILABLE_VALUE.encode()).decode()
+    row = {"id": 1, "name": None, "amount": None, "born": None, "at": None, "big": stand_in}
+    value = with_schema(mysql_schema(fields), event("u", None, row))
+    decoded = decode(records((with_schema(KEY_SCHEMA, {"id": 1}), value)), DEBEZIUM)
+    assert typed(decoded, "big") == (BinaryType(), [None])
+    assert told(decoded) == {"big": [True]}
+
+
+@pytest.mark.parametrize("op", ["c", "r"])
+def test_a_row_that_changed_its_key_without_its_values_is_rejected(op):
+    """P7: a value of the old key's row, to which nothing leads; the record says what to set."""
+    row = {"id": 2, "text": UNAVAILABLE_VALUE}
+    decoded = decode(records(({"id": 2}, event(op, None, row))), DEBEZIUM)
     rejected(decoded, (0, "REPLICA IDENTITY"))
     assert "column text" in decoded.rejected[0]
-    assert [record for record, _, _ in shown(decoded)] == [1]
-    loose = json.dumps(pairs[0][1], indent=2).encode()
-    rejected(decode(records(({"id": 1}, loose)), DEBEZIUM), (0, "REPLICA IDENTITY"))
+    assert "key has changed" in decoded.rejected[0]
+
+
+def test_a_delete_needs_no_value_that_was_not_sent():
+    """P7: its before-image is there to find the row."""
+    row = {"id": 1, "text": UNAVAILABLE_VALUE}
+    decoded = decode(records(({"id": 1}, event("d", row, None))), DEBEZIUM)
+    rejected(decoded)
+    assert shown(decoded) == [(0, Op.DELETE, {"id": "1"})]
+    assert told(decoded) == {}
+
+
+@pytest.mark.parametrize("placeholder", ["", "x", "(not sent)"])
+def test_any_text_may_stand_for_a_value_that_was_not_sent(placeholder):
+    """K3: Debezium's option, and none at all."""
+    options = ValueOptions(envelope="debezium", unavailable_value=placeholder)
+    texts = [placeholder, f"{placeholder}!", "", "x", UNAVAILABLE_VALUE, [], {}, [[]]]
+    pairs = [({"id": 1}, event("u", None, {"id": 1, "text": text})) for text in texts]
+    expected = [text == placeholder != "" for text in texts]
+    assert told(decode(records(*pairs), options)) == ({"text": expected} if any(expected) else {})
+
+
+def told(decoded: Decoded) -> dict[str, list[bool]]:
+    return {name: mask.tolist() for name, mask in decoded.rows.withheld.items()}
 
 
 def test_values_not_sent_are_known_by_column_and_change():
-    """K3: a later step can fill them from the stored row."""
+    """K3: the stand-in is an option of Debezium's."""
     options = ValueOptions(envelope="debezium", unavailable_value="(unknown)")
     rows = [{"id": 1, "a": UNAVAILABLE_VALUE}, {"id": 2, "a": "x"}]
     decoded = decode(records(*(({"id": 1}, event("u", None, row)) for row in rows)), options)
