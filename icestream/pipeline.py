@@ -13,6 +13,7 @@ The source is told only what a destination remembers. An epoch without changes m
 its frontier advances in memory, and becomes durable with the next epoch or heartbeat.
 """
 
+import itertools
 import json
 import logging
 import threading
@@ -248,13 +249,15 @@ class Pipeline:
         parts = self._source.splits(epoch)
         splits = [s for s in parts if not s.tables or not others.issuperset(s.tables)]
         # What carries the epoch is looked up as it was before; what lies behind has not come there.
-        written = self._write(
+        write = partial(
+            self._write,
             epoch,
             splits,
             len(resume.carriers),
             takes_part=_all_but(others),
             looked_up=_all_but(behind),
         )
+        written = write()
         missing = resume.tables - len(resume.carriers)
         found = {str(json.loads(report)["table"]) for report in written.reports} | written.emptied
         if len(found) + len(behind) < missing:
@@ -265,7 +268,7 @@ class Pipeline:
             )
         if found:
             # The tables of an epoch must agree about how many they are.
-            self._commit(epoch, splits, replace(written, skipped=resume.tables - len(found)))
+            self._commit(epoch, replace(written, skipped=resume.tables - len(found)), write)
         self._durable = epoch.upper
 
     def _without_history(self, progress: Mapping[str, Progress]) -> dict[str, Progress]:
@@ -295,10 +298,11 @@ class Pipeline:
             parts = self._source.splits(epoch)
             splits = [s for s in parts if not s.tables or table in s.tables]
             last = upper == self._durable
-            mine = self._write(epoch, splits, 0, takes_part=table.__eq__, looked_up=table.__eq__)
-            written = replace(mine, replaying=not last)
+            own = table.__eq__
+            write = partial(self._write, epoch, splits, 0, takes_part=own, looked_up=own)
+            written = replace(write(), replaying=not last)
             if written.reports or written.emptied:
-                self._commit(epoch, splits, written)
+                self._commit(epoch, written, write)
             elif last:
                 self._sink.heartbeat(epoch, self._source.summary(epoch), table)
             self._mark_settled(epoch)
@@ -389,7 +393,7 @@ class Pipeline:
     def _settle(self, epoch: Epoch, splits: Sequence[Part], written: Written) -> None:
         """Make an epoch that was written durable, and tell the source."""
         if written.reports or written.emptied:
-            self._commit(epoch, splits, written)
+            self._commit(epoch, written, partial(self._write, epoch, splits, written.skipped))
         elif not self._heartbeat(epoch):
             self._mark_settled(epoch)
             return
@@ -445,6 +449,8 @@ class Pipeline:
                 # finds out by reading which ones it needs.
                 usable = [s for s in splits if not s.tables or not {*s.tables}.isdisjoint(tables)]
                 writer = self._retry(partial(self._sink.writer, epoch, tables))
+            for table in itertools.filterfalse(looked_up, tables):
+                usable = [_with_stored(split, table, None) for split in usable]
             failpoints.reach(failpoints.BEFORE_WRITE)
             try:
                 outcome = self._retry(partial(self._write_once, epoch, usable, writer))
@@ -452,7 +458,7 @@ class Pipeline:
                 named |= self._made_ready(unready)
                 continue
             except ValuesNeeded as need:
-                splits = self._with_stored(epoch, splits, need, looked_up)
+                splits = self._with_stored(epoch, splits, need)
                 continue
             failpoints.reach(failpoints.AFTER_WRITE)
             metrics.ROWS_READ.labels(self.name).inc(outcome.rows)
@@ -486,21 +492,15 @@ class Pipeline:
         return set(shapes)
 
     def _with_stored(
-        self,
-        epoch: Epoch,
-        splits: Sequence[Part],
-        needed: ValuesNeeded,
-        looked_up: Callable[[str], bool],
+        self, epoch: Epoch, splits: Sequence[Part], needed: ValuesNeeded
     ) -> Sequence[Part]:
         """Look up the rows that splits ask for, as the epochs before left them."""
         with self._settled:
             while self._settled_number < epoch.number - 1 and not self._stop.is_set():
                 self._settled.wait(1.0)
         for need in needed.needs:
-            stored = None
-            if looked_up(need.table):
-                ask = partial(self._sink.stored, need.table, need.keys, need.columns, epoch.lower)
-                stored = self._retry(ask)
+            ask = partial(self._sink.stored, need.table, need.keys, need.columns, epoch.lower)
+            stored = self._retry(ask)
             splits = [_with_stored(split, need.table, stored) for split in splits]
         return splits
 
@@ -522,7 +522,7 @@ class Pipeline:
             ready += pool.map(prepare, names[1:])
         return [table for table, there in zip(names, ready, strict=True) if there]
 
-    def _commit(self, epoch: Epoch, splits: Sequence[Part], written: Written) -> None:
+    def _commit(self, epoch: Epoch, written: Written, write: Callable[[], Written]) -> None:
         """Commit what was written; files that a table no longer takes are written again."""
         for attempt in range(1, REWRITES_MAX):
             try:
@@ -532,9 +532,8 @@ class Pipeline:
                 check(attempt + 1 < REWRITES_MAX, "a table's schema comes to rest")
                 log.info("writing again: %s changed", stale, extra={"epoch": epoch.number})
                 # A table that took the epoch already is found to carry it, and keeps it as it is.
-                others = self._source.emptied(epoch) - written.emptied
-                again = self._write(epoch, splits, written.skipped, _all_but(others))
-                written = replace(again, replaying=written.replaying)
+                again = write()
+                written = replace(again, skipped=written.skipped, replaying=written.replaying)
         position = self._source.position(epoch.upper)
         self.health.committed(epoch.number, position, results)
         log.info(

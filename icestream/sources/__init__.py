@@ -120,8 +120,8 @@ class Split(Part, Protocol):
     def with_stored(self, table: str, values: pa.Table | None) -> "Split":
         """The same split, given a table's rows that it asked for, beside those it has of others.
 
-        None when nobody can tell them because the table stands elsewhere than where the epoch
-        begins. What is written of it is for nobody then, and nothing of it may be rejected.
+        None, before it asks, when nobody can tell them: the table stands elsewhere than where the
+        epoch begins. What is written of it is for nobody, and no value that it lacks is an error.
         """
         ...
 

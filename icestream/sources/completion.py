@@ -115,7 +115,7 @@ class Completion:
     ) -> tuple[pa.Table | None, Places]:
         """Rows for changes that lack a value, and for each change the place of its row, or -1."""
         place = np.full(self._table.num_rows, -1, dtype=np.int64)
-        wanted = np.logical_or.reduce([*lost.values()])
+        wanted = np.logical_or.reduce([*lost.values(), np.zeros(len(place), dtype=np.bool_)])
         if fetch is None or not wanted.any():
             return None, place
         keys = self._table.select(self._key).filter(pa.array(wanted))

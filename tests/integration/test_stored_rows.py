@@ -32,7 +32,8 @@ from pyiceberg.types import (
 from pyspark.sql import SparkSession
 
 from icestream.change import Op
-from icestream.errors import ConfigInvalid
+from icestream.errors import ConfigInvalid, HistoryLost
+from icestream.frontier import Frontier
 from icestream.iceberg.rows import VALUES_MAX
 from icestream.schema import NAME_MAPPING, arrow_schema, new_schema
 from icestream.sinks.iceberg import TableOptions
@@ -233,6 +234,36 @@ def test_the_branch_is_read_and_a_mapped_column_goes_by_the_sources_name(
     wanted = keys(fed, "t", id=[1, 2])
     assert [row["v"] for row in found(fed, "t", wanted, "v")] == ["audit", "both"]
     assert [row["v"] for row in found(main, "t", wanted, "v")] == ["main", "both"]
+
+
+def test_a_table_is_read_as_it_was_before_it_took_an_epoch(
+    spark: SparkSession, embedded: dict[str, str], local: Lake
+) -> None:
+    """P7, I14: beneath claims and what others did since; columns go by the names they have now."""
+    shapes = {"t": shape(["id"], id=LongType(), v=StringType())}
+    fed = HandFed(spark, embedded, shapes, namespace="shop")
+    fed.commit({"t": [put(id=1, v="old"), put(id=2, v="old")]})
+    fed.commit({"t": [put(id=1, v="new"), gone(id=2), put(id=3, v="new")]})
+    table = local.table("shop.t")
+    local.sql(f"INSERT INTO {table} VALUES (4, 'foreign')")
+    local.sql(f"ALTER TABLE {table} ADD COLUMN w STRING")
+    again = HandFed(spark, embedded, shapes, namespace="shop")
+    assert again.sink.prepare("t", lambda: shapes["t"])
+    wanted = keys(fed, "t", id=[1, 2, 3, 4])
+
+    def at(number: int) -> dict[int, str]:
+        rows = again.sink.stored("t", wanted, ["v"], Frontier({"hand": (number,)}))
+        return {row["id"]: row["v"] for row in rows.to_pylist()}
+
+    assert at(2) == {1: "new", 3: "new", 4: "foreign"}
+    assert at(1) == {1: "old", 2: "old"}
+    assert at(0) == {}
+    first = local.epochs("shop.t")[0]["snapshot_id"]
+    handle = again.sink.heads(["t"])["t"][0]
+    handle.java.expireSnapshots().expireSnapshotId(first).commit()
+    assert at(2) == {1: "new", 3: "new", 4: "foreign"}
+    with pytest.raises(HistoryLost, match="no longer has the snapshot"):
+        at(1)
 
 
 def test_no_key_and_no_row_are_no_rows(spark: SparkSession, embedded: dict[str, str]) -> None:

@@ -2,9 +2,10 @@
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from pyiceberg.types import LongType
 
@@ -25,7 +26,7 @@ from icestream.iceberg.files import DATA, FileClosed
 from icestream.pipeline import Cadence, Pipeline, State
 from icestream.schema import Column, SchemaGap, TableShape
 from icestream.sinks.iceberg import IcebergSink, IcebergSinkOptions
-from icestream.sources import Source, TableSplit
+from icestream.sources import Need, Source, TableSplit, ValuesNeeded
 from icestream.worker import Outcome, Unready
 from tests.property.memory import Lake, MemoryCatalog, Snapshot
 
@@ -322,6 +323,86 @@ def test_an_epoch_that_only_some_tables_carry_is_brought_to_the_others_alone():
     assert {s.summary[summaries.EPOCH_TABLES] for s in finished if s.paths} == {"2"}
 
 
+@dataclass(frozen=True)
+class AskingSplit(LogSplit):
+    """Positions that need a stored value."""
+
+    stored: object = None
+    each_key_once: bool = False
+
+    def with_stored(self, table: str, values: pa.Table | None) -> "AskingSplit":
+        assert table == self.table
+        return replace(self, stored=values)
+
+
+class AskingScene(Scene):
+    """Every split asks for stored rows first; `asked` is where tables were looked up, and when."""
+
+    def __init__(self, log: str, bounds: Sequence[int]):
+        super().__init__(log, bounds)
+        self.asked: list[tuple[str, int, list[int]]] = []
+        splits, write = self.source.splits, self.workers.__call__
+
+        def asking(epoch: Epoch) -> list[AskingSplit]:
+            return [AskingSplit(each.table, each.positions) for each in splits(epoch)]
+
+        def writing(parts, *rest) -> Outcome:
+            needs = [
+                Need(table=p.table, keys=NO_KEYS, columns=["v"]) for p in parts if not p.stored
+            ]
+            if needs:
+                raise ValuesNeeded(*needs)
+            return write(parts, *rest)
+
+        self.source.splits, self.written = asking, writing
+
+    def pipeline(self, **cadence: Any) -> Pipeline:
+        given = {"commit_interval": 0.0, **cadence}
+        return Pipeline("p", self.source, self.sink(), Cadence(**given), self.written)
+
+    def sink(self) -> IcebergSink:
+        scene = self
+
+        class Remembering(IcebergSink):
+            def stored(self, table, keys, columns, before=None):
+                at = before["log"][0] if before["log"] else 0
+                there = scene.positions(table) if name(table) in scene.lake.tables else []
+                scene.asked.append((table, at, there))
+                return pa.table({"v": [1]})
+
+        return Remembering(MemoryCatalog(self.lake), IcebergSinkOptions(namespace="n"), "p")
+
+
+NO_KEYS = pa.table({"id": pa.array([], pa.int64())})
+
+
+def test_rows_are_looked_up_when_all_epochs_before_are_committed():
+    """P7: epochs that are written at once wait for each other, and each table is asked once."""
+    scene = AskingScene("abab" + "ab", [2, 4, 6])
+    scene.run(epochs_in_flight=3)
+    assert sorted(scene.asked) == [
+        *[("a", 0, []), ("a", 2, [0]), ("a", 4, [0, 2])],
+        *[("b", 0, []), ("b", 2, [1]), ("b", 4, [1, 3])],
+    ]
+
+
+def test_rows_are_looked_up_for_epochs_that_are_finished_or_replayed():
+    """P7, I14: before the stream goes on nothing else is under way, and nothing is waited for."""
+    scene = AskingScene("ab" * 4, [2, 4, 6, 8])
+    scene.carry("a", progress(3, 4, 6, 2), [0, 2, 4])
+    scene.carry("b", progress(2, 2, 4, 2), [1, 3])
+    scene.run()
+    assert (scene.positions("a"), scene.positions("b")) == ([0, 2, 4, 6], [1, 3, 5, 7])
+    assert ("b", 4, [1, 3]) in scene.asked
+    scene = AskingScene("ab" * 3, [2, 4, 6])
+    scene.carry("a", progress(3, 4, 6, 1), [0, 2, 4])
+    scene.run()
+    assert scene.positions("b") == [1, 3, 5]
+    assert [each for each in scene.asked if each[0] == "b"] == [
+        *[("b", 0, []), ("b", 2, [1]), ("b", 4, [1, 3])]
+    ]
+
+
 def test_an_unfinished_epoch_whose_new_table_was_never_made_makes_it():
     """I14: the table that is missing may not exist yet."""
     scene = Scene("abab", [2, 4])
@@ -404,6 +485,34 @@ def test_files_that_a_table_no_longer_takes_are_written_again():
     scene.run()
     assert scene.notes.count("write 3") == 2
     assert (scene.positions("a"), scene.positions("b")) == ([0, 2, 4], [1, 3, 5])
+
+
+@dataclass(frozen=True)
+class MixedSplit:
+    """Positions of several tables, as a topic has them."""
+
+    parts: Sequence[LogSplit]
+    size_bytes: int = 1
+
+    @property
+    def tables(self) -> Sequence[str]:
+        return [part.table for part in self.parts]
+
+
+def test_a_replay_that_is_written_again_is_for_its_table_alone():
+    """E4, I6: others have passed the epoch long ago, and would get its old rows once more."""
+    scene = Scene("abab", [2, 4])
+    scene.carry("a", progress(2, 2, 4, 1), [0, 2])
+    splits, evolutions = scene.source.splits, iter([name("b")])
+    scene.source.splits = lambda epoch: [MixedSplit(splits(epoch))]
+    scene.workers.after = lambda epoch: [scene.lake.evolve(table) for table in evolutions]
+
+    def write(mixed: Sequence[MixedSplit], *rest: Any) -> Outcome:
+        return scene.workers([part for each in mixed for part in each.parts], *rest)
+
+    Pipeline("p", scene.source, scene.sink(), Cadence(commit_interval=0.0), write).run(once=True)
+    assert scene.notes.count("write 3") == 2
+    assert (scene.positions("a"), scene.positions("b")) == ([0, 2], [1, 3])
 
 
 def test_passing_trouble_is_bridged():

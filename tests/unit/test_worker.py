@@ -14,7 +14,7 @@ from icestream.change import AT, OP, SEQ, Op
 from icestream.errors import Broken, DataRejected, SourceUnavailable
 from icestream.iceberg.files import FileClosed
 from icestream.schema import Column, SchemaGap, TableShape
-from icestream.sources import TableSplit, TablesUnready
+from icestream.sources import Need, TableSplit, TablesUnready, ValuesNeeded
 from icestream.worker import Outcome, Unready, describe, map_tasks, write_epoch
 from tests.property.local_spark import LocalSpark, travelled
 from tests.property.tables import LocalTable
@@ -217,6 +217,21 @@ def test_what_all_splits_find_lacking_is_raised_at_once(tmp_path):
         run(table(tmp_path), *splits)
     found = {str(lack) for lack in caught.value.lacks}
     assert found == {str(gap), str(missing)}
+
+
+def test_what_all_splits_ask_for_is_raised_at_once_by_table(tmp_path):
+    """P7: however many tables leave values out, an epoch is read once more and not for each."""
+
+    def asks(table: str, column: str, *keys: int) -> ValuesNeeded:
+        ids = pa.table({"id": pa.array(keys, pa.int64())})
+        return ValuesNeeded(Need(table=table, keys=ids, columns=[column]))
+
+    errors = asks("t", "b", 1, 2), asks("u", "x", 7), asks("t", "a", 3)
+    splits = [ListSplit(batches=[[(1, 1, 1)]], error=error) for error in errors]
+    with pytest.raises(ValuesNeeded) as caught:
+        run(table(tmp_path), *splits, keyed=True)
+    found = {n.table: (n.keys.column("id").to_pylist(), n.columns) for n in caught.value.needs}
+    assert found == {"t": ([1, 2, 3], ["a", "b"]), "u": ([7], ["x"])}
 
 
 def test_an_error_of_the_writer_is_raised_as_it_was(tmp_path):

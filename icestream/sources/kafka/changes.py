@@ -34,7 +34,8 @@ Reasons = Mapping[int, str]
 class Changes:
     """Change batch of the rows that the table takes, the places of these, and why not others.
 
-    `withheld` tells for each column which changes of the batch lack its value.
+    `withheld` tells for each column, also where the table has none, which changes of the batch lack
+    its value.
     """
 
     batch: pa.Table
@@ -92,8 +93,6 @@ class TableRows:
             if name not in self._kinds:
                 kind = self._declared.get(name) or field.type()
                 lacking += [Column(name=name, type=kind)] if kind is not None else []
-                for place in np.flatnonzero(rows.withheld.get(name, ())).tolist():
-                    rejected.setdefault(place, not_stored(name))
                 continue
             try:
                 columns[name] = field.cast(name, self._kinds[name], self._arrow.field(name).type)

@@ -22,7 +22,7 @@ from icestream.sources.kafka.rows import Indices, Mask, Records
 class Held:
     """Changes that lack values, one for each of some records of a range.
 
-    `withheld` tells for each column which changes lack it.
+    `withheld` tells for each column which changes lack it; the table may have no such column.
     """
 
     changes: pa.Table
@@ -63,7 +63,7 @@ class HeldBack:
     def opened(self) -> "Opened":
         """All that is held, with the other changes of their keys."""
         held = pa.concat_tables([each.changes for each in self._held], promote_options="permissive")
-        names = {name for each in self._held for name in each.withheld}
+        names = {name for each in self._held for name in each.withheld} & {*held.column_names}
         wanted = [OP, SEQ, *self._key, *sorted(names - {*self._key})]
         keys = held.select(self._key)
         others = [
@@ -107,11 +107,13 @@ class Opened:
             places = self.places[first : first + each.changes.num_rows]
             first += each.changes.num_rows
             changes = each.changes
-            for name in each.withheld:
+            # A column that the table lacks has no value anywhere.
+            lost = dict(each.withheld)
+            for name in found.lost.keys() & each.withheld.keys():
+                lost[name] = found.lost[name][places]
                 values = found.table.column(name).take(pa.array(places))
                 number = changes.column_names.index(name)
                 changes = changes.set_column(number, changes.field(number), values)
-            lost = {name: found.lost[name][places] for name in each.withheld}
             yield Filled(held=each, changes=changes, lost=lost)
 
 

@@ -137,7 +137,7 @@ class KafkaSplit:
                 at, newest = _running_maximum(records.timestamps, newest)
                 yield from tables.changes(each, records, at)
                 if tables.has_seen_enough(self.size_bytes + size):
-                    raise TablesUnready(tables.missing, tables.gaps)
+                    tables.refuse_unready()
             self.reads.append(RangeRead(range=each, rows=rows, bytes=size, newest=newest))
         tables.refuse_unready()
         yield from tables.completed()

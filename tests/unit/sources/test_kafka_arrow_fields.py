@@ -250,3 +250,44 @@ def test_nested_values_are_cast_inside():
     zoned = pa.array([{"at": moment}, None], pa.struct([("at", pa.timestamp("us", "UTC"))]))
     kind = StructType(NestedField(2, "at", TimestamptzType()))
     assert cast(zoned, kind) == [{"at": moment}, None]
+
+
+STAND_IN = "(left out)"
+SPELLINGS = [
+    STAND_IN,
+    f'["{STAND_IN}"]',
+    f"[{','.join(map(str, STAND_IN.encode()))}]",
+    f"\\x{STAND_IN.encode().hex()}",
+    f'{{"{STAND_IN}":"{STAND_IN}"}}',
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [
+        (pa.string(), [STAND_IN, "(left OUT)", "", None]),
+        (pa.large_string(), [STAND_IN, f"{STAND_IN} ", None]),
+        (pa.binary(), [STAND_IN.encode(), b"x" * len(STAND_IN), b"", None]),
+        (pa.large_binary(), [STAND_IN.encode(), None]),
+        (pa.binary(len(STAND_IN)), [STAND_IN.encode(), b"x" * len(STAND_IN), None]),
+        (pa.list_(pa.string()), [[STAND_IN], [STAND_IN, STAND_IN], [], [None], None]),
+        (pa.large_list(pa.int32()), [list(STAND_IN.encode()), [40], [], None]),
+        (pa.map_(pa.string(), pa.string()), [[(STAND_IN, STAND_IN)], [("a", "b")], [], None]),
+        (pa.int64(), [None, 1]),
+        (pa.uuid(), [None, bytes(16)]),
+        (pa.struct([("a", pa.string())]), [None, {"a": STAND_IN}]),
+        (pa.null(), [None, None]),
+    ],
+    ids=str,
+)
+def test_values_are_found_and_taken_out_by_what_they_say(kind, values):
+    """K3, P7: what stands for a value that was not sent, in a column of any type."""
+    column = arrow_field(pa.array(values, kind))
+    found = column.is_any(SPELLINGS)
+    first = [values[0] is not None, *[False] * (len(values) - 1)]
+    assert found.tolist() == first
+    without = column.without(found)
+    assert without.null().tolist() == (found | column.null()).tolist()
+    assert without.missing().tolist() == found.tolist()
+    assert without.type() == column.type()
+    assert without.array.slice(1).equals(column.array.slice(1))

@@ -1,18 +1,23 @@
-"""What a split of topics does with tables that are not there yet."""
+"""What a split of topics does with tables that are not there yet, and with values not sent."""
 
-import json
+from collections.abc import Sequence
+from typing import Any
 
-import numpy as np
-import pyarrow as pa
 import pytest
+from pyiceberg.types import BinaryType, LongType, StringType
 
+from icestream import dead_letters
+from icestream.errors import DataRejected
+from icestream.schema import Column, TableShape
 from icestream.sources import TablesUnready
 from icestream.sources.kafka import split as splits
-from icestream.sources.kafka.consumer import Range
-from icestream.sources.kafka.envelope import ValueOptions
+from icestream.sources.kafka.envelope import UNAVAILABLE_VALUE, ValueOptions
 from icestream.sources.kafka.route import Route
 from icestream.sources.kafka.rows import Records
-from icestream.sources.kafka.split import KafkaSplit, Keys, Reading
+from tests.property.kafka_reading import Destination, Row, reading, records, split_of
+
+KEPT = UNAVAILABLE_VALUE
+UPSERT = ValueOptions(envelope="upsert")
 
 
 class NoTables:
@@ -22,33 +27,9 @@ class NoTables:
         return ()
 
 
-def records(*pairs: tuple[object, object]) -> Records:
-    written = [[None if part is None else json.dumps(part).encode() for part in p] for p in pairs]
-    return Records(
-        keys=pa.array([key for key, _ in written], pa.binary()),
-        values=pa.array([value for _, value in written], pa.binary()),
-        offsets=np.arange(len(pairs)),
-        timestamps=np.zeros(len(pairs), dtype=np.int64),
-    )
-
-
-def lacking(monkeypatch, *batches: Records) -> TablesUnready:
+def lacking(value: ValueOptions, *batches: Records) -> TablesUnready:
     """What a split says that reads these batches."""
-    reading = Reading(
-        settings={},
-        value=ValueOptions(envelope="upsert"),
-        registry=None,
-        route=Route(),
-        keys=Keys(by_table={}, otherwise=()),
-        declared={},
-        read_timeout=1.0,
-        dead_letters=False,
-        keyed=True,
-    )
-    # A broker is read in the integration tests; what comes from it is chosen here.
-    monkeypatch.setattr(splits, "read_range", lambda *_, **__: iter(batches))
-    wanted = Range(topic="t", partition=0, start=0, end=10)
-    split = KafkaSplit(ranges=[wanted], reading=reading, tables=(), bytes_max=10**6)
+    split = split_of({("t", 0): batches}, reading(value=value))
     with pytest.raises(TablesUnready) as caught:
         list(split.changes(NoTables()))
     return caught.value
@@ -60,23 +41,205 @@ def test_what_is_lacking_is_told_before_everything_is_read(monkeypatch):
     monkeypatch.setattr(splits, "SAMPLE_BYTES", 0)
     one = records(({"id": 1}, {"id": 1, "v": 1}))
     news = records(({"id": 2}, {"id": 2, "w": "x"}))
-    unready = lacking(
-        monkeypatch, one, news, one, one, one, records(({"id": 3}, {"id": 3, "z": 1}))
-    )
+    unready = lacking(UPSERT, one, news, one, one, one, records(({"id": 3}, {"id": 3, "z": 1})))
     assert [column.name for column in unready.shapes["t"].columns] == ["id", "v", "w"]
 
 
-def test_a_table_is_made_from_all_records_that_are_read(monkeypatch):
+def test_a_table_is_made_from_all_records_that_are_read():
     """K7: not from the first batch alone."""
     one = records(({"id": 1}, {"id": 1, "v": 1}))
     other = records(({"id": 2}, {"id": 2, "v": 1.5, "w": "x"}))
-    shape = lacking(monkeypatch, one, other).shapes["t"]
+    shape = lacking(UPSERT, one, other).shapes["t"]
     found = {column.name: str(column.type) for column in shape.columns}
     assert found == {"id": "long", "v": "double", "w": "string"}
     assert list(shape.key) == ["id"]
 
 
-def test_deletes_are_never_dropped_because_their_table_is_not_there_yet(monkeypatch):
+def test_deletes_are_never_dropped_because_their_table_is_not_there_yet():
     """E3, E5: an epoch before it, on its way at the same time, may hold the rows they delete."""
-    shape = lacking(monkeypatch, records(({"id": 1}, None), ({"id": 2}, None))).shapes["t"]
+    shape = lacking(UPSERT, records(({"id": 1}, None), ({"id": 2}, None))).shapes["t"]
     assert [column.name for column in shape.columns] == ["id"]
+
+
+def shape(**more: Any) -> TableShape:
+    columns = {"id": LongType(), "n": LongType(), "big": StringType(), **more}
+    named = [Column(name=name, type=kind) for name, kind in columns.items()]
+    return TableShape(columns=named, key=["id"])
+
+
+def event(op: str, **row: Any) -> tuple[Row, Row]:
+    before, after = (row, None) if op == "d" else (None, row)
+    return {"id": row["id"]}, {"before": before, "after": after, "op": op}
+
+
+def taken(destination: Destination, *batches: Sequence[tuple[Row, Row]], **options: Any) -> None:
+    """An epoch of one partition in batches."""
+    first, parts = 0, []
+    for batch in batches:
+        parts.append(records(*batch, first=first))
+        first += len(batch)
+    destination.take(split_of({("t", 0): parts}, reading(**options)))
+
+
+def with_row(**row: Any) -> Destination:
+    """A table with one row, which an earlier epoch brought."""
+    destination = Destination(t=shape())
+    taken(destination, [event("c", **{"id": 1, "n": 1, "big": "stored", **row})])
+    return destination
+
+
+def reasons(destination: Destination) -> list[str]:
+    return [letter["error"] for letter in destination.letters]
+
+
+def bigs(destination: Destination) -> list[tuple[int, str | None]]:
+    return [(row["n"], row.get("big")) for row in destination.rows["t"].values()]
+
+
+def test_a_value_not_sent_is_that_of_the_change_before():
+    """P7: in the same batch, through others that did not send it either, or batches ago."""
+    first = [event("u", id=1, n=2, big="new"), event("u", id=1, n=3, big=KEPT)]
+    others = [event("c", id=2, n=1, big="other"), event("u", id=1, n=4, big=KEPT)]
+    destination = with_row()
+    taken(destination, first, others, [event("u", id=1, n=5, big=KEPT)])
+    assert bigs(destination) == [(5, "new"), (1, "other")]
+    assert (destination.asked, destination.letters) == ([], [])
+
+
+def test_a_value_not_sent_is_the_stored_one_when_nothing_is_before():
+    """P7: never null, never what stands in for it; a change that comes later counts for nothing."""
+    destination = with_row()
+    changes = [event("u", id=1, n=2, big=KEPT), event("c", id=2, n=1, big="x")]
+    taken(destination, changes, [event("u", id=1, n=3, big=KEPT)])
+    assert bigs(destination) == [(3, "stored"), (1, "x")]
+    [needed] = destination.asked
+    assert [(n.table, n.keys.to_pylist(), n.columns) for n in needed.needs] == [
+        ("t", [{"id": 1}], ["big"])
+    ]
+    taken(destination, [event("u", id=1, n=4, big=KEPT), event("u", id=1, n=5, big="later")])
+    assert bigs(destination) == [(5, "later"), (1, "x")]
+
+
+def test_tables_that_lack_values_are_asked_for_at_once():
+    """P7: the values of one table are kept when those of another come."""
+    destination = Destination(t=shape(), u=shape())
+    both = {table: [event("c", id=1, n=1, big=f"of {table}")] for table in "tu"}
+    destination.take(split_of({(table, 0): [records(*both[table])] for table in "tu"}))
+    kept = records(event("u", id=1, n=2, big=KEPT))
+    destination.take(split_of({("t", 0): [kept], ("u", 0): [kept]}))
+    assert {name: rows[1,]["big"] for name, rows in destination.rows.items()} == {
+        "t": "of t",
+        "u": "of u",
+    }
+    [needed] = destination.asked
+    assert [need.table for need in needed.needs] == ["t", "u"]
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        [],
+        [event("c", id=2, n=1, big="x"), event("d", id=2)],
+        [event("c", id=2, n=1, big=None)],
+        [event("c", id=2, n=1)],
+    ],
+    ids=["no row", "deleted", "null", "without the column"],
+)
+def test_a_value_that_nothing_has_makes_a_dead_letter(before):
+    """P7, K8: it is never guessed; the others go on."""
+    for epochs in (before, []), ([], before):
+        destination = with_row()
+        taken(destination, epochs[0])
+        bad = [event("u", id=2, n=2, big=KEPT), event("u", id=2, n=3, big=KEPT)]
+        taken(destination, epochs[1], [*bad, event("u", id=1, n=2, big=KEPT)])
+        assert (2, "stored") in bigs(destination)
+        assert KEPT not in {big for _, big in bigs(destination)}
+        assert len(destination.letters) == 2
+        assert all(
+            "column big" in why and "REPLICA IDENTITY" in why for why in reasons(destination)
+        )
+        assert KEPT in destination.letters[0]["payload"].decode()
+        destination = with_row()
+        taken(destination, epochs[0])
+        with pytest.raises(DataRejected, match="cannot be taken") as caught:
+            taken(destination, epochs[1], bad, dead_letters=False)
+        assert f"offset {len(epochs[1])}: the value of column big" in str(caught.value)
+
+
+def test_a_column_that_the_table_never_had_is_no_value():
+    """P7: its row is there, but not what was not sent of it."""
+    destination = with_row()
+    taken(destination, [event("u", id=1, n=2, big="x", late=KEPT)])
+    assert bigs(destination) == [(1, "stored")]
+    assert "column late" in reasons(destination)[0]
+
+
+def test_without_keyed_partitions_a_value_not_sent_is_refused():
+    """P7, K1: the change before it may be in another split."""
+    destination = with_row()
+    changes = [event("u", id=1, n=2, big="new"), event("u", id=1, n=3, big=KEPT)]
+    taken(destination, changes, keyed=False)
+    assert bigs(destination) == [(2, "new")]
+    assert "`keyed: false`" in reasons(destination)[0]
+
+
+@pytest.mark.parametrize("row", [{"big": KEPT}, {"late": KEPT}], ids=str)
+def test_a_table_that_stands_elsewhere_has_nothing_rejected(row):
+    """E4: while another table is replayed nobody knows what this one had, and nobody asks."""
+    split = split_of({("t", 0): [records(event("u", id=7, n=2, **row))]})
+    destination = with_row()
+    found = list(split.with_stored("t", None).changes(destination))
+    assert sum(changes.num_rows for _, changes in found) == 0
+
+
+def test_a_record_whose_table_was_not_sent_is_rejected():
+    """K4: even where records of no table are dropped."""
+    route = Route(field="big", tables={"t": "^st"}, unmatched="drop")
+    destination = with_row()
+    taken(destination, [event("u", id=1, n=2, big=KEPT)], route=route)
+    assert bigs(destination) == [(1, "stored")]
+    assert "tells the table" in reasons(destination)[0]
+
+
+def test_dead_letters_of_values_not_sent_have_their_table_made():
+    """K8, K7: it is asked for as any other."""
+
+    class WithoutLetters(Destination):
+        def tables(self):
+            return ["t"]
+
+    with pytest.raises(TablesUnready) as caught:
+        WithoutLetters(t=shape()).read(
+            split_of({("t", 0): [records(event("u", id=1, n=1, big=KEPT))]})
+        )
+    assert list(caught.value.shapes) == [dead_letters.table_of("t")]
+
+
+def test_what_stands_for_a_value_tells_no_type():
+    """K7: a table is made of what was sent; a column of another type is not widened."""
+    kept = records(event("u", id=1, n=1, big=KEPT), event("u", id=1, n=KEPT, big=1))
+    found = lacking(ValueOptions(envelope="debezium"), kept).shapes["t"]
+    assert {column.name: str(column.type) for column in found.columns} == {
+        "id": "long",
+        "n": "long",
+        "big": "long",
+    }
+    destination = Destination(t=shape(raw=BinaryType()))
+    taken(destination, [event("c", id=1, n=1, big="a", raw="\\x00ff")])
+    taken(destination, [event("u", id=1, n=2, big=KEPT, raw=KEPT)])
+    assert destination.rows["t"][1,] == {"id": 1, "n": 2, "big": "a", "raw": b"\x00\xff"}
+
+
+def test_a_required_column_stays_so_when_its_value_is_not_sent():
+    """I11: the row has the value."""
+    required = TableShape(
+        columns=[
+            Column(name="id", type=LongType()),
+            Column(name="big", type=StringType(), required=True),
+        ],
+        key=["id"],
+    )
+    destination = Destination(t=required)
+    taken(destination, [event("c", id=1, big="a")])
+    taken(destination, [event("u", id=1, big=KEPT)])
+    assert destination.rows["t"] == {(1,): {"id": 1, "big": "a"}}
