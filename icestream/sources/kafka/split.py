@@ -255,7 +255,7 @@ class _Tables:
         order = (offsets, offsets) if self._reading.keyed else (at[places], offsets)
         batch = ordered(found.batch, *order)
         if self._reading.may_withhold:
-            back = self._held.setdefault(table, HeldBack(self._targets.key(table)))
+            back = self._back(table)
             if found.withheld:
                 lacking = np.logical_or.reduce([*found.withheld.values()])
                 held = Held(
@@ -268,6 +268,11 @@ class _Tables:
                 batch = batch.filter(pa.array(~lacking))
             back.see(batch)
         yield table, batch
+
+    def _back(self, table: str) -> HeldBack:
+        if table not in self._held:
+            self._held[table] = HeldBack(self._targets.key(table))
+        return self._held[table]
 
     def completed(self) -> Iterator[tuple[str, pa.Table]]:
         """The changes that were held back, with their values, once everything is read.

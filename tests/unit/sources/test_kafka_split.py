@@ -139,7 +139,7 @@ def test_tables_that_lack_values_are_asked_for_at_once():
     "before",
     [
         [],
-        [event("c", id=2, n=1, big="x"), event("d", id=2)],
+        [event("c", id=2, n=1, big="x"), event("d", id=2, n=1, big="x")],
         [event("c", id=2, n=1, big=None)],
         [event("c", id=2, n=1)],
     ],
