@@ -1,4 +1,4 @@
-"""The command line: run, check, status, changes, rollback, demo.
+"""The command line: run, check, status, changes, rollback, replay, demo.
 
 Data goes to stdout, talk to stderr. Exit codes: 0 done, 1 could not (may succeed later), 2 the
 configuration is wrong, 3 an operator must decide, 4 fenced by a newer run, 5 an invariant broke.
@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from icestream import spark as sessions
 from icestream.config import (
+    DEAD_LETTER,
     Config,
     PipelineConfig,
     SparkOptions,
@@ -33,8 +34,10 @@ from icestream.iceberg.snapshots import History
 from icestream.pipeline import Pipeline
 from icestream.sinks.iceberg import IcebergSink
 from icestream.sinks.opensearch import OpenSearchOptions
+from icestream.sources import LettersTried
 from icestream.sources.iceberg import IcebergSourceOptions
 from icestream.sources.iceberg.changelog import changelog
+from icestream.sources.kafka import KafkaOptions
 from icestream.status import JsonFormatter, StatusServer, TextFormatter, pipeline_status
 from icestream.worker import events_as_json
 
@@ -93,6 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     way.add_argument("--replay", action="store_true", help="apply the undone epochs again")
     way.add_argument("--accept", action="store_true", help="leave them undone and go on")
     rollback.set_defaults(command=_rollback)
+    _add_replay(commands, with_file)
     _add_changes(commands)
     demo = commands.add_parser(
         "demo", parents=[_shared_options("warning")], help="show the main job end to end"
@@ -101,6 +105,24 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--folder", default="icestream-demo", help="where the demo keeps its files")
     demo.set_defaults(command=_demo)
     return parser
+
+
+def _add_replay(commands: Any, with_file: argparse.ArgumentParser) -> None:
+    replay = commands.add_parser(
+        "replay",
+        parents=[with_file],
+        help="try the dead letters of a Kafka pipeline again",
+        description="Try the dead letters of a Kafka pipeline again, exactly once. A run of the "
+        "pipeline that is active is fenced and ends: start it again afterwards.",
+    )
+    replay.add_argument("--table", help="only letters of this table, or topic")
+    replay.add_argument(
+        "--as-is",
+        action="store_true",
+        help="let letters replace the rows of their keys, though later records may have changed "
+        "them; for letters that the topic no longer reaches back to",
+    )
+    replay.set_defaults(command=_replay)
 
 
 def _add_changes(commands: Any) -> None:
@@ -246,9 +268,7 @@ def _status_line(row: dict[str, Any]) -> str:
 
 def _rollback(options: argparse.Namespace) -> int:
     config = load(options.file)
-    chosen = config.pick(options.pipeline)
-    if len(chosen) != 1:
-        raise ConfigInvalid("the file has several pipelines", hint="Name one with --pipeline.")
+    chosen = _only_one(config, options.pipeline)
     spark = open_session(config, chosen)
     try:
         sink, source = open_sink(chosen[0], spark), open_source(chosen[0], spark)
@@ -264,6 +284,52 @@ def _rollback(options: argparse.Namespace) -> int:
         spark.stop()
     _print([row], options.json, lambda row: f"{row['table']}: goes on after {row['goes_on_after']}")
     return 0
+
+
+def _only_one(config: Config, names: Sequence[str]) -> Sequence[PipelineConfig]:
+    """The pipeline that is meant, alone in a list."""
+    chosen = config.pick(names)
+    if len(chosen) != 1:
+        raise ConfigInvalid("the file has several pipelines", hint="Name one with --pipeline.")
+    return chosen
+
+
+def _replay(options: argparse.Namespace) -> int:
+    config = load(options.file)
+    chosen = _only_one(config, options.pipeline)
+    if not isinstance(chosen[0].source, KafkaOptions) or chosen[0].on_error != DEAD_LETTER:
+        raise ConfigInvalid(
+            f"pipeline {chosen[0].name} keeps no dead letters in tables",
+            hint="Only pipelines that read Kafka topics with `on_error: dead_letter` do.",
+        )
+    spark = open_session(config, chosen)
+    try:
+        tried = open_pipeline(chosen[0], spark).replay(options.table, options.as_is)
+    finally:
+        spark.stop()
+    rows = [_tried_row(each) for each in tried]
+    if not rows:
+        log.info("no dead letters to try again", extra={"pipeline": chosen[0].name})
+    _print(rows, options.json, _tried_line)
+    return 0
+
+
+def _tried_row(tried: LettersTried) -> dict[str, Any]:
+    reasons = dict(sorted(tried.rejected.items(), key=lambda item: -item[1]))
+    left = sum(reasons.values())
+    return {
+        "letters": tried.table,
+        "read": tried.read,
+        "taken": tried.taken,
+        "rejected": left,
+        "reasons": reasons,
+    }
+
+
+def _tried_line(row: dict[str, Any]) -> str:
+    reasons = "".join(f"\n  {count}: {text}" for text, count in row["reasons"].items())
+    counts = f"{row['read']} read, {row['taken']} taken, {row['rejected']} still rejected"
+    return f"{row['letters']}: {counts}{reasons}"
 
 
 def _changes(options: argparse.Namespace) -> int:

@@ -26,6 +26,7 @@ from icestream.iceberg.catalog import Catalog, Table, TableName, catalog_propert
 from icestream.pipeline import Cadence, Pipeline
 from icestream.schema import parse_type
 from icestream.sinks.iceberg import ANY_TABLE, IcebergSink, IcebergSinkOptions, TableOptions
+from icestream.sinks.iceberg.letters import IcebergLetterBox
 from icestream.sinks.opensearch import OpenSearchOptions, OpenSearchSink
 from icestream.sources import Source
 from icestream.sources.cockroachdb import CockroachdbOptions, TopicsOptions
@@ -389,6 +390,9 @@ def _kafka_source(config: PipelineConfig, options: KafkaOptions, workers: int) -
 def open_pipeline(config: PipelineConfig, spark: SparkSession) -> Pipeline:
     """The pipeline, ready to run."""
     sink, source = open_sink(config, spark), open_source(config, spark)
+    if isinstance(sink, IcebergSink) and isinstance(source, KafkaSource):
+        read_staged = partial(sessions.staged_rows, spark)
+        source.letter_box = IcebergLetterBox(sink, config.name, read_staged)
     cadence = config.cadence
     if cadence.heartbeat_interval is None and isinstance(config.source, PostgresOptions):
         cadence = dataclasses.replace(cadence, heartbeat_interval=SLOT_HEARTBEAT_SECONDS)

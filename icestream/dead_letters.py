@@ -2,10 +2,12 @@
 
 A table `<table>__dead_letters` is like any other: its rows belong to the epoch of the source that
 they were found in, and are committed with it. Nothing of a row depends on when it was read, so a
-task that runs twice writes the same file twice.
+task that runs twice writes the same file twice. A letter that is tried again and taken leaves the
+table by its position (`icestream replay`).
 """
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,17 +18,34 @@ from icestream.change import AT, OP, SEQ, Op
 from icestream.schema import Column, TableShape
 
 SUFFIX = "__dead_letters"
+POSITION = "position"
 SHAPE = TableShape(
     columns=[
-        Column(name="position", type=StringType()),
+        Column(name=POSITION, type=StringType()),
         Column(name="error", type=StringType()),
         Column(name="key", type=BinaryType()),
         Column(name="payload", type=BinaryType()),
         Column(name="at", type=TimestamptzType()),
     ],
-    key=[],
+    key=[POSITION],
 )
 _MICROSECONDS = 1000
+
+
+class LetterBox(Protocol):
+    """The letters that a destination holds, as of any of its snapshots."""
+
+    def newest(self, table: str) -> int | None:
+        """The newest snapshot of a table of letters; None when it has none, or is not there."""
+        ...
+
+    def positions(self, table: str, snapshot_id: int) -> pa.Table:
+        """Position and size in bytes of each letter, ordered by position."""
+        ...
+
+    def read(self, table: str, snapshot_id: int, first: str, last: str) -> pa.Table:
+        """The letters from one position to another, both included, ordered by position."""
+        ...
 
 
 def table_of(table: str) -> str:
@@ -46,13 +65,38 @@ def letters(
     times = pa.array(milliseconds * _MICROSECONDS, mask=milliseconds < 0)
     return pa.table(
         {
-            OP: pa.array(np.full(count, int(Op.INSERT), dtype=np.int8)),
-            AT: pa.array(np.zeros(count, dtype=np.int64)),
-            SEQ: pa.array(np.arange(count, dtype=np.int64)),
-            "position": pa.array(positions, pa.large_string()),
+            **_marks(Op.INSERT, count),
+            POSITION: pa.array(positions, pa.large_string()),
             "error": pa.array(errors, pa.large_string()),
             "key": keys.cast(pa.large_binary()),
             "payload": payloads.cast(pa.large_binary()),
             "at": times.cast(pa.timestamp("us", tz="UTC")),
         }
     )
+
+
+def replaced(letters: pa.Table) -> pa.Table:
+    """Change batch that puts letters in the place of those at the same positions."""
+    return pa.table({**_marks(Op.UPSERT, letters.num_rows), **_columns(letters)})
+
+
+def added(letters: pa.Table) -> pa.Table:
+    """Change batch that adds letters which were in another table until now."""
+    return pa.table({**_marks(Op.INSERT, letters.num_rows), **_columns(letters)})
+
+
+def removed(positions: pa.Array) -> pa.Table:
+    """Change batch that takes the letters at these positions away."""
+    return pa.table({**_marks(Op.DELETE, len(positions)), POSITION: positions})
+
+
+def _columns(letters: pa.Table) -> dict[str, pa.ChunkedArray]:
+    return {column.name: letters.column(column.name) for column in SHAPE.columns}
+
+
+def _marks(op: Op, count: int) -> dict[str, pa.Array]:
+    return {
+        OP: pa.array(np.full(count, int(op), dtype=np.int8)),
+        AT: pa.array(np.zeros(count, dtype=np.int64)),
+        SEQ: pa.array(np.arange(count, dtype=np.int64)),
+    }

@@ -44,6 +44,7 @@ from icestream.frontier import Frontier
 from icestream.schema import Column, TableShape, joined_columns, joined_shapes
 from icestream.sinks import Committed, Sink, StaleWrite, Writer, Written
 from icestream.sources import (
+    LettersTried,
     Part,
     Source,
     Split,
@@ -186,8 +187,20 @@ class Pipeline:
 
     def run(self, once: bool = False) -> None:
         """Work until stopped, or with `once` until all that is available now is committed."""
+        self._watched(partial(self._run, once))
+
+    def replay(self, table: str | None = None, as_is: bool = False) -> Sequence[LettersTried]:
+        """Try dead letters again, of one table or of all, each group of them in an epoch.
+
+        Tells what became of them. Without any nothing is claimed, and a running pipeline goes on.
+        """
+        self._watched(partial(self._try_letters, table, as_is))
+        return self._source.tried()
+
+    def _watched(self, work: Callable[[], None]) -> None:
+        """Work, show how it ends, and let the source go."""
         try:
-            self._run(once)
+            work()
             self.health.become(State.ENDED)
         except Fenced as error:
             self.health.become(State.FENCED, error)
@@ -199,6 +212,26 @@ class Pipeline:
             self._source.close()
 
     def _run(self, once: bool) -> None:
+        before = self._found()
+        if once and self._nothing_to_do(before):
+            return
+        self._take_over()
+        self._stream(once)
+
+    def _try_letters(self, table: str | None, as_is: bool) -> None:
+        before = self._found()
+        resume = resume_point(before)
+        behind = resume.unfinished or resume.replays
+        if not behind and not self._source.letters(resume.at, table, as_is):
+            return
+        self._take_over()
+        for letters in self._source.letters(self._durable, table, as_is):
+            epoch = self._mint(self._durable, letters.after(self._durable))
+            splits = self._retry(partial(self._source.splits, epoch))
+            self._settle(epoch, splits, self._write(epoch, splits, 0))
+
+    def _found(self) -> Mapping[str, Progress]:
+        """What the tables that are there remember; the source is told of them."""
         tables = self._source.tables()
         before = self._retry(partial(self._sink.durable, tables))
         # A table that bears no generation was never this pipeline's, whatever others remember.
@@ -206,9 +239,11 @@ class Pipeline:
             [name for name in tables if name not in before or not before[name].generation]
         )
         self._source.found(before.keys())
-        if once and self._nothing_to_do(before):
-            return
-        progress = self._retry(partial(self._sink.claim, tables))
+        return before
+
+    def _take_over(self) -> None:
+        """Claim the tables, finish what an earlier run left, bring forward what lies behind."""
+        progress = self._retry(partial(self._sink.claim, self._source.tables()))
         resume = resume_point(progress)
         self._number, self._durable = resume.number, resume.at
         self._settled_number = self._number
@@ -223,7 +258,6 @@ class Pipeline:
             self._replay(table, mine)
         self.health.become(State.RUNNING)
         self._settled_number = self._number
-        self._stream(once)
 
     def _nothing_to_do(self, progress: Mapping[str, Progress]) -> bool:
         """Whether a run would leave everything as it is; then it need not even claim the tables."""
@@ -288,7 +322,7 @@ class Pipeline:
     def _replay(self, table: str, progress: Progress) -> None:
         """Bring a table that lies behind forward to the others, boundary by boundary."""
         lower = progress.upper
-        bounds: deque[Frontier] = deque()
+        bounds = deque(self._source.catch_up(table, lower, self._durable))
         while lower != self._durable:
             if not bounds:
                 ahead = self._retry(partial(self._source.available, lower))

@@ -18,7 +18,7 @@ import pyarrow as pa
 from pyspark import SparkContext, TaskContext
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
-from pyspark.sql.functions import broadcast
+from pyspark.sql.functions import broadcast, col, expr
 from pyspark.sql.types import StructField, StructType
 
 from icestream.errors import TargetUnavailable
@@ -218,6 +218,29 @@ def stored_rows(
             "could not read the stored rows of a table",
             detail=_first_python_line(str(error)),
             hint="Look at the Spark log; the epoch will be tried again.",
+        ) from error
+
+
+def staged_rows(
+    spark: SparkSession, staged: str, columns: Mapping[str, str], between: tuple[str, str, str]
+) -> pa.Table:
+    """Rows staged under a name: columns by SQL expressions, ordered by the first of them.
+
+    `between` is a staged column and the least and the greatest value of it that are wanted.
+    """
+    spark.sparkContext.setLocalProperty("spark.job.description", "staged rows")
+    name, least, greatest = between
+    try:
+        rows = spark.read.format("iceberg").option("scan-task-set-id", staged).load(staged)
+        if least or greatest:
+            rows = rows.where(col(name).between(least, greatest))
+        wanted = [expr(text).alias(alias) for alias, text in columns.items()]
+        return rows.select(*wanted).orderBy(next(iter(columns))).toArrow()
+    except PySparkException as error:
+        raise TargetUnavailable(
+            "could not read the rows of a table",
+            detail=_first_python_line(str(error)),
+            hint="Look at the Spark log, and start the command again.",
         ) from error
 
 

@@ -502,19 +502,17 @@ class Table:
 
     @contextmanager
     def staged(
-        self, branch: str, bounds: Mapping[int, Bound], past: Past | None = None
+        self, branch: str, bounds: Mapping[int, Bound], at: Past | int | None = None
     ) -> Iterator[str | None]:
         """Let Spark read the branch's rows within these bounds, by field id, as long as it lasts.
 
         Yields the name to read from, or None when no file has such rows. Columns are called by
         `staged_name`, so that no name can clash or need quotes; those that Spark knows no type for
-        are not there.
+        are not there. `at` is a moment of the past, or the id of a snapshot, if not the newest one.
         """
         with as_unavailable(f"could not plan a scan of table {self.name}"):
             metadata = self.fresh_metadata()
-            snapshot = _latest(metadata, branch)
-            if past is not None:
-                snapshot = self._snapshot_before(metadata, snapshot, past)
+            snapshot = self._snapshot_at(metadata, branch, at)
             table = self._renamed(metadata, snapshot)
             tasks = self._planned(table, bounds) if snapshot else None
             staged_id = str(uuid.uuid4())
@@ -530,6 +528,16 @@ class Table:
         finally:
             manager.removeTasks(table, staged_id)
             cache.remove(staged_id)
+
+    def _snapshot_at(self, metadata: Any, branch: str, at: Past | int | None) -> Any:
+        """The branch's head, its state at a moment of the past, or the snapshot of an id."""
+        if isinstance(at, Past):
+            return self._snapshot_before(metadata, _latest(metadata, branch), at)
+        if at is None:
+            return _latest(metadata, branch)
+        if metadata.snapshot(at) is None:
+            raise _forgotten(self.name)
+        return metadata.snapshot(at)
 
     def _snapshot_before(self, metadata: Any, snapshot: Any, past: Past) -> Any:
         """The newest snapshot on the way back from one that has not passed a frontier, or None.

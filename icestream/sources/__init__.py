@@ -181,6 +181,28 @@ class FrameSplit(Part, Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LettersTried:
+    """What became of dead letters that were tried again; `rejected` counts those left by reason.
+
+    `part` tells those of one table apart that were tried in different places.
+    """
+
+    table: str
+    part: str
+    read: int
+    taken: int
+    rejected: Mapping[str, int]
+
+
+class Letters(Protocol):
+    """Dead letters that are tried again in one epoch."""
+
+    def after(self, lower: Frontier) -> Frontier:
+        """The upper bound of that epoch."""
+        ...
+
+
 class Source(Protocol):
     """Where changes come from. Used by the coordinator alone, from one thread at a time.
 
@@ -221,6 +243,18 @@ class Source(Protocol):
         Raises `HistoryLost` when the source can no longer serve `lower`.
         """
         ...
+
+    def catch_up(self, table: str, lower: Frontier, durable: Frontier) -> Sequence[Frontier]:
+        """Told that a table lies behind: bounds it has to reach before those of `available`."""
+        return ()
+
+    def letters(self, durable: Frontier, table: str | None, as_is: bool) -> Sequence[Letters]:
+        """The dead letters of one table, or of all, in groups that fit into an epoch each."""
+        return ()
+
+    def tried(self) -> Sequence[LettersTried]:
+        """What became of dead letters that this run has tried again, by table."""
+        return ()
 
     def verify(self, durable: Frontier) -> None:
         """Raise what would stop a run that goes on from `durable`; nothing is changed."""

@@ -238,6 +238,10 @@ class IcebergSink:
         given = self._table_options(table).table
         return TableName(namespace=namespace, name=given or _last_part(table))
 
+    def existing(self, table: str) -> Table | None:
+        """The Iceberg table of a source table, if it is there."""
+        return self._catalog.load(self.table_name(table))
+
     def durable(self, tables: Sequence[str]) -> Mapping[str, Progress]:
         """What the tables remember; see `Sink.durable`."""
         found = {}
@@ -511,11 +515,12 @@ class IcebergSink:
         self, table: str, handle: Table, shape: Callable[[], TableShape | None]
     ) -> Sequence[str]:
         """The columns that identify a row by their names in the table, in the source's order."""
-        if table.endswith(dead_letters.SUFFIX):
-            return ()
         given = self._table_options(table).equality_delete_by or self._options.equality_delete_by
         remembered = handle.properties().get(KEY_PROPERTY)
         key = list(given) or (json.loads(remembered) if remembered else [])
+        if table.endswith(dead_letters.SUFFIX):
+            # Whatever its properties say: older versions made it without a key.
+            key = list(dead_letters.SHAPE.key)
         if not key:
             known = shape()
             if known is None:

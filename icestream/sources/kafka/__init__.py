@@ -7,23 +7,29 @@ was minted, so that it holds whole transactions only, and workers read its range
 A position is `(next offset, first offset)`: the second is where reading began, so that an epoch
 that must be read again is read from the same place. The name of a partition holds its topic's id:
 a topic that was deleted and created anew counts from zero again and must not be taken for the old
-one.
+one. Beside partitions a frontier names tables of dead letters, once these were tried again; such an
+epoch leaves the offsets where they are (`icestream.sources.kafka.replay`).
 """
 
 import logging
 import re
 import threading
 import time
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
 from icestream import dead_letters
 from icestream.epoch import Epoch
-from icestream.errors import ConfigInvalid, IcestreamError
-from icestream.frontier import Frontier
+from icestream.errors import ConfigInvalid, DataRejected, HistoryLost, IcestreamError
+from icestream.frontier import Frontier, Position
 from icestream.schema import TableShape, joined_shapes
-from icestream.sources import Source, SplitsLost
+from icestream.sources import LettersTried, Part, Source, SplitsLost
 from icestream.sources.kafka.changes import no_key
 from icestream.sources.kafka.client import Cluster, Topic
 from icestream.sources.kafka.consumer import PartitionStalled, Range
@@ -32,6 +38,18 @@ from icestream.sources.kafka.partitions import balanced, recreated, refuse_lost
 from icestream.sources.kafka.partitions import partition_name as _name
 from icestream.sources.kafka.partitions import partition_parts as _parts
 from icestream.sources.kafka.registry import RegistryOptions
+from icestream.sources.kafka.replay import (
+    GROUP_BYTES_MAX,
+    REPLAYED,
+    LetterGroup,
+    Letters,
+    LetterSplit,
+    by_partition,
+    groups,
+    places,
+    together,
+)
+from icestream.sources.kafka.rows import Indices
 from icestream.sources.kafka.split import (
     KafkaSplit,
     Partition,
@@ -176,6 +194,9 @@ class KafkaSource(Source):
         # Epochs are read side by side, and each tells what it has learned.
         self._lock = threading.Lock()
         self._reads: dict[Partition, list[RangeRead]] = {}
+        self.letter_box: dead_letters.LetterBox | None = None
+        self._skipped: Mapping[Partition, Indices] = {}
+        self._tried: dict[tuple[str, str], LettersTried] = {}
 
     # What there is
 
@@ -251,7 +272,7 @@ class KafkaSource(Source):
         """Refuse a frontier whose records are gone, or are no longer the ones it counted."""
         if not self._topics:
             self._look()
-        for name, position in durable.positions.items():
+        for name, position in _of_partitions(durable).items():
             if not position:
                 continue
             topic, number, topic_id = _parts(name)
@@ -263,25 +284,84 @@ class KafkaSource(Source):
             elif (topic, number) in self._bounds:
                 refuse_lost(topic, number, position[0], self._bounds[topic, number])
 
-    def splits(self, epoch: Epoch) -> Sequence[KafkaSplit]:
-        """Ranges of all partitions, in as many splits as there are workers."""
-        ranges = self._ranges(epoch)
-        groups = balanced(ranges, self._workers)
-        return [
+    def splits(self, epoch: Epoch) -> Sequence[Part]:
+        """Ranges of all partitions, in as many splits as there are workers, or dead letters."""
+        shares = balanced(self._ranges(epoch), self._workers)
+        ranges = [
             KafkaSplit(
                 ranges=group,
                 reading=self._reading,
                 tables=frozenset(self._tables_of(group)),
                 # Averages have outliers, and an epoch that is read again must fit again.
-                bytes_max=max(1, 2 * self._budget.bytes // len(groups)),
+                bytes_max=max(1, 2 * self._budget.bytes // len(shares)),
+                skipped=_within(self._skipped, group),
             )
-            for group in groups
+            for group in shares
         ]
+        replayed = [
+            split
+            for name, at in epoch.upper.positions.items()
+            if name.startswith(REPLAYED) and at > epoch.lower[name]
+            for split in self._letter_splits(name, epoch)
+        ]
+        return [*ranges, *replayed]
+
+    # Dead letters
+
+    def letters(self, durable: Frontier, table: str | None, as_is: bool) -> Sequence[LetterGroup]:
+        """Groups of letters, each within the budget; raises what keeps them from being tried."""
+        if not self._topics:
+            self._look()
+        bytes_max = min(self._budget.bytes, GROUP_BYTES_MAX)
+        found: list[LetterGroup] = []
+        for name in self._letter_tables(table):
+            snapshot_id = self._box().newest(name)
+            known = self._box().positions(name, snapshot_id) if snapshot_id is not None else None
+            if snapshot_id is None or known is None or not known.num_rows:
+                continue
+            self._refuse_letters(name, known, durable, as_is)
+            sizes = known.column("size").to_numpy()
+            found += [
+                LetterGroup(table=name, snapshot_id=snapshot_id, start=start, end=end, as_is=as_is)
+                for start, end in groups(sizes, self._budget.rows, bytes_max)
+            ]
+        return found
+
+    def tried(self) -> Sequence[LettersTried]:
+        """What became of letters, by table."""
+        return together(self._tried.values())
+
+    def catch_up(self, table: str, lower: Frontier, durable: Frontier) -> Sequence[Frontier]:
+        """Let a table take letters first that it took; others it must not find in the log.
+
+        A record that lies among the letters comes into a table by being tried again and in no other
+        way, or a table whose every record is a row would have it twice.
+        """
+        self._skipped = {}
+        if self._reading.only_added:
+            owners = {table, *self._topics}
+            boxes = [name for name in map(dead_letters.table_of, owners) if name in self._found]
+            self._skipped = _joined([self._letter_offsets(name) for name in boxes])
+            if mixed := sorted(self._skipped.keys() & _recreated(durable)):
+                raise DataRejected(
+                    f"letters of the old and of the new topic {mixed[0][0]} cannot be told apart",
+                    detail=f"Table {table} is to be read again, without what lies among them.",
+                    hint="Delete the letters that are not wanted from their table by hand.",
+                )
+        ahead = {
+            name: at
+            for name, at in durable.positions.items()
+            if name.startswith(REPLAYED) and at > lower[name]
+        }
+        return [Frontier({**lower.positions, **ahead})] if ahead else []
 
     # What was read
 
-    def learn(self, learned: Sequence[RangeRead]) -> None:
+    def learn(self, learned: Sequence[RangeRead] | LettersTried) -> None:
         """Note how large records are and how new, for the epochs to come."""
+        if isinstance(learned, LettersTried):
+            self._tried[learned.table, learned.part] = learned
+            return
         rows, size = sum(read.rows for read in learned), sum(read.bytes for read in learned)
         with self._lock:
             if rows:
@@ -318,7 +398,9 @@ class KafkaSource(Source):
 
     def position(self, frontier: Frontier) -> str:
         """Offsets by topic and partition."""
-        named = sorted((*_parts(name)[:2], at) for name, at in frontier.positions.items() if at)
+        named = sorted(
+            (*_parts(name)[:2], at) for name, at in _of_partitions(frontier).items() if at
+        )
         return ", ".join(f"{topic}/{number}@{at[0]}" for topic, number, at in named)
 
     def lag_seconds(self, durable: Frontier) -> float | None:
@@ -387,7 +469,7 @@ class KafkaSource(Source):
             return position[0]
         earliest, end = self._bounds[topic.name, number]
         # A partition that appears later begins at its beginning, whatever the option says.
-        return end if self._options.start == LATEST and not lower.positions else earliest
+        return end if self._options.start == LATEST and not _of_partitions(lower) else earliest
 
     def _end(self, topic: Topic, number: int, first: int) -> int:
         """How far a partition may be read, for now."""
@@ -403,7 +485,7 @@ class KafkaSource(Source):
 
     def _ranges(self, epoch: Epoch) -> list[Range]:
         ranges = []
-        for name, upper in epoch.upper.positions.items():
+        for name, upper in _of_partitions(epoch.upper).items():
             topic, number, _ = _parts(name)
             start = epoch.lower[name][0] if epoch.lower[name] else upper[1]
             if start < upper[0]:
@@ -412,10 +494,150 @@ class KafkaSource(Source):
 
     def _tables_of(self, ranges: Sequence[Range]) -> set[str]:
         """The tables among those known that records of the ranges may be for."""
+        return self._tables_of_topics({each.topic for each in ranges})
+
+    def _tables_of_topics(self, topics: Collection[str]) -> set[str]:
         if not self._reading.route.by_topic():
             return set(self._found)
-        topics = {each.topic for each in ranges}
-        return {table for table in self._found if table.removesuffix(dead_letters.SUFFIX) in topics}
+        known = {t for t in self._found if t.removesuffix(dead_letters.SUFFIX) in topics}
+        # A table that was dropped is not known, though its letters may be, or tables beside it.
+        return {*known, *topics} if known else set()
+
+    def _box(self) -> dead_letters.LetterBox:
+        assert self.letter_box is not None, "who tries letters again says where they are"
+        return self.letter_box
+
+    def _letter_tables(self, table: str | None) -> list[str]:
+        """The tables of letters that the destination has: all, or the one of a table."""
+        known = sorted(name for name in self._found if name.endswith(dead_letters.SUFFIX))
+        if table is None:
+            return known
+        wanted = dead_letters.table_of(table.removesuffix(dead_letters.SUFFIX))
+        if wanted not in known:
+            named = ", ".join(name.removesuffix(dead_letters.SUFFIX) for name in known)
+            raise ConfigInvalid(
+                f"table {table} has no dead letters",
+                hint=f"Tables that have: {named}." if named else "No table of the pipeline has.",
+            )
+        return [wanted]
+
+    def _letter_offsets(self, name: str) -> Mapping[Partition, Indices]:
+        """Where all letters of a table are in the log."""
+        snapshot_id = self._box().newest(name)
+        if snapshot_id is None:
+            return {}
+        known = self._box().positions(name, snapshot_id)
+        where = places(known.column(dead_letters.POSITION).combine_chunks())
+        lists = where.group_by(["topic", "partition"]).aggregate([("offset", "list")])
+        return {
+            (each["topic"].as_py(), each["partition"].as_py()): each[
+                "offset_list"
+            ].values.to_numpy()
+            for each in lists.to_struct_array()
+            if each["topic"].is_valid
+        }
+
+    def _refuse_letters(self, name: str, known: pa.Table, durable: Frontier, as_is: bool) -> None:
+        """Raise what keeps letters from being tried again, before anything is done."""
+        positions = known.column(dead_letters.POSITION).combine_chunks()
+        if len(positions.unique()) < len(positions):
+            raise DataRejected(
+                f"table {name} has two letters of one position",
+                detail="A topic was deleted and created anew, and both had such a record.",
+                hint="Delete the letters that are not wanted from the table by hand.",
+            )
+        owner = name.removesuffix(dead_letters.SUFFIX)
+        several = self._reading.route.tables
+        if self._reading.only_added and owner in self._topics and owner in several:
+            raise ConfigInvalid(
+                f"letters of topic {owner} and of table {owner} lie in one table, {name}",
+                detail="Nothing tells whether other tables have taken a record.",
+                hint="Give the table another name in `route.tables`.",
+            )
+        if not self._held_against_log(as_is):
+            return
+        if not self.keyed:
+            raise ConfigInvalid(
+                "with `keyed: false` nothing tells whether a letter is older than its row",
+                hint="Use --as-is: letters then replace the rows of their keys.",
+            )
+        where = places(positions)
+        first = where.group_by(["topic", "partition"]).aggregate([("offset", "min")])
+        for each in first.filter(pc.is_valid(first.column("topic"))).to_pylist():
+            _, problem = self._log_from(
+                each["topic"], each["partition"], each["offset_min"], durable
+            )
+            if problem:
+                raise problem
+
+    def _held_against_log(self, as_is: bool) -> bool:
+        return not self._reading.only_added and not as_is
+
+    def _log_from(
+        self, topic: str, partition: int, offset: int, durable: Frontier
+    ) -> tuple[Range | None, IcestreamError | None]:
+        """The log from a letter up to a frontier, or why it cannot be read."""
+        now = self._topics.get(topic)
+        end = durable[_name(now, partition)] if now else ()
+        if not end or (topic, partition) in _recreated(durable):
+            detail = "The topic is not there any more, or was deleted and created anew."
+        elif self._bounds.get((topic, partition), (offset, 0))[0] > offset:
+            begins = self._bounds[topic, partition][0]
+            detail = f"A letter is at offset {offset}, and the partition begins at {begins}."
+        else:
+            return Range(topic=topic, partition=partition, start=offset, end=end[0]), None
+        return None, HistoryLost(
+            f"partition {partition} of topic {topic} no longer reaches back to its dead letters",
+            detail=f"{detail} Nothing tells whether later records changed the same rows.",
+            hint="Use --as-is: letters then replace the rows of their keys, whatever is there. "
+            "Or delete the letters from their table.",
+        )
+
+    def _letter_splits(self, name: str, epoch: Epoch) -> list[LetterSplit]:
+        """Letters of an epoch, a split for each partition."""
+        before, at = epoch.lower[name], epoch.upper[name]
+        ends = _ends(epoch.lower)
+        if not ends:
+            # A table that begins anew finds all of them in the log.
+            return []
+        group = LetterGroup.at(name, at)
+        if at[0] - (before[0] if before else 0) > 1:
+            return [self._letter_split(group, None, None, _replays_lost(group.table))]
+        known = self._box().positions(group.table, group.snapshot_id)
+        names = known.column(dead_letters.POSITION)
+        first, last = names[group.start].as_py(), names[group.end - 1].as_py()
+        splits = []
+        for letters in by_partition(self._box().read(group.table, group.snapshot_id, first, last)):
+            # What lies beyond is read from the log in its turn.
+            letters = letters.before(ends.get((letters.topic, letters.partition), 0))
+            if not len(letters.records):
+                continue
+            log, problem = None, None
+            if self._held_against_log(group.as_is):
+                offset = int(letters.records.offsets[0])
+                log, problem = self._log_from(letters.topic, letters.partition, offset, epoch.lower)
+            splits.append(self._letter_split(group, letters, log, problem))
+        return splits
+
+    def _letter_split(
+        self,
+        group: LetterGroup,
+        letters: Letters | None,
+        log: Range | None,
+        problem: IcestreamError | None,
+    ) -> LetterSplit:
+        owner = group.table.removesuffix(dead_letters.SUFFIX)
+        route = self._reading.route
+        topics = {letters.topic} if letters else {owner}
+        return LetterSplit(
+            letters_table=group.table,
+            owner=owner if owner in route.tables else None,
+            letters=letters,
+            log=log,
+            reading=self._reading,
+            tables=frozenset({group.table, *self._tables_of_topics(topics)}),
+            problem=problem,
+        )
 
     def _refuse_recreated(self, topic: str) -> None:
         if self._options.on_recreated == GO_ON:
@@ -425,6 +647,58 @@ class KafkaSource(Source):
             "Set `on_recreated: continue` to go on with the new topic from its beginning; "
             "rows of the old one stay in the table.",
         )
+
+
+def _of_partitions(frontier: Frontier) -> dict[str, Position]:
+    """The positions of partitions; letters that were tried again have positions of their own."""
+    return {n: at for n, at in frontier.positions.items() if not n.startswith(REPLAYED)}
+
+
+def _ends(frontier: Frontier) -> dict[Partition, int]:
+    """How far each partition was read, whichever topic of the name it belonged to."""
+    ends: dict[Partition, int] = {}
+    for name, at in _of_partitions(frontier).items():
+        if at:
+            topic, number, _ = _parts(name)
+            ends[topic, number] = max(at[0], ends.get((topic, number), 0))
+    return ends
+
+
+def _recreated(frontier: Frontier) -> set[Partition]:
+    """Partitions of which a frontier knows an older topic of the same name as well."""
+    known = Counter(_parts(name)[:2] for name, at in _of_partitions(frontier).items() if at)
+    return {partition for partition, topics in known.items() if topics > 1}
+
+
+def _within(
+    skipped: Mapping[Partition, Indices], ranges: Sequence[Range]
+) -> dict[Partition, Indices]:
+    """The offsets that lie in one of the ranges."""
+    found = {}
+    for each in ranges:
+        offsets = skipped.get((each.topic, each.partition))
+        if offsets is not None:
+            inside = offsets[(offsets >= each.start) & (offsets < each.end)]
+            if len(inside):
+                found[each.topic, each.partition] = inside
+    return found
+
+
+def _joined(parts: Sequence[Mapping[Partition, Indices]]) -> dict[Partition, Indices]:
+    partitions = {partition for part in parts for partition in part}
+    return {
+        partition: np.concatenate([part[partition] for part in parts if partition in part])
+        for partition in partitions
+    }
+
+
+def _replays_lost(table: str) -> HistoryLost:
+    return HistoryLost(
+        f"several replays of {table} lie after the point that a table was rolled back to",
+        detail="Which letters the first of them took is no longer known.",
+        hint="Roll the table back to after the first replay, or run `icestream rollback --accept`; "
+        "or drop the table to have it built anew from its topic.",
+    )
 
 
 def _frontier(lower: Frontier, offsets: Mapping[str, int], first: Mapping[str, int]) -> Frontier:

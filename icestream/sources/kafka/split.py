@@ -8,7 +8,7 @@ Changes whose values were not sent come last, with the values (`held_back`).
 Read twice, anywhere, a range gives the same changes: offsets never change what they stand for.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -108,12 +108,13 @@ class Reading:
 
 @dataclass(slots=True, kw_only=True)
 class KafkaSplit:
-    """Some ranges, each of another partition."""
+    """Some ranges, each of another partition; records at offsets in `skipped` are left out."""
 
     ranges: Sequence[Range]
     reading: Reading
     tables: Collection[str]
     bytes_max: int
+    skipped: Mapping[Partition, Indices] = field(default_factory=dict)
     each_key_once: bool = False
     reads: list[RangeRead] = field(default_factory=list)
     stored: Mapping[str, pa.Table | None] = field(default_factory=dict, repr=False)
@@ -126,7 +127,7 @@ class KafkaSplit:
     def changes(self, targets: Targets) -> Iterator[tuple[str, pa.Table]]:
         """The changes of every table, batch by batch; see `Split.changes`."""
         self.reads = []
-        tables = _Tables(self.reading, targets, self.stored)
+        tables = TableChanges(self.reading, targets, self.stored)
         for each in self.ranges:
             rows = size = 0
             newest = -1
@@ -135,7 +136,7 @@ class KafkaSplit:
                 if self.size_bytes + size > self.bytes_max and len(records) < rows:
                     raise RangesTooLarge(self._reached(each, int(records.offsets[0])))
                 at, newest = _running_maximum(records.timestamps, newest)
-                yield from tables.changes(each, records, at)
+                yield from tables.changes(each, *self._left(each, records, at))
                 if tables.has_seen_enough(self.size_bytes + size):
                     tables.refuse_unready()
             self.reads.append(RangeRead(range=each, rows=rows, bytes=size, newest=newest))
@@ -159,6 +160,21 @@ class KafkaSplit:
             batch_bytes=min(BATCH_BYTES, self.bytes_max),
         )
 
+    def _left(self, each: Range, records: Records, at: Indices) -> tuple[Records, Indices]:
+        """The records that are not left out, and their times."""
+        skipped = self.skipped.get((each.topic, each.partition))
+        if skipped is None:
+            return records, at
+        places = np.flatnonzero(~np.isin(records.offsets, skipped))
+        taken = pa.array(places)
+        left = Records(
+            keys=records.keys.take(taken),
+            values=records.values.take(taken),
+            offsets=records.offsets[places],
+            timestamps=records.timestamps[places],
+        )
+        return left, at[places]
+
     def _reached(self, current: Range, offset: int) -> dict[Partition, int]:
         """How far all ranges may go; those that were not begun wait for a later epoch."""
         done = [read.range for read in self.reads]
@@ -166,8 +182,13 @@ class KafkaSplit:
         return {**ends, (current.topic, current.partition): offset}
 
 
-class _Tables:
-    """The tables that records are for, and what is not there yet."""
+class TableChanges:
+    """The tables that records are for, and what is not there yet.
+
+    With `only` no other tables are looked at, and in them only changes that it chooses. Records
+    that cannot be taken are passed over then: they are dead letters already. `letters_of` names the
+    table of a table's letters.
+    """
 
     def __init__(
         self, reading: Reading, targets: Targets, stored: Mapping[str, pa.Table | None] = {}
@@ -177,6 +198,8 @@ class _Tables:
         self._stored = stored
         self._rows: dict[str, TableRows] = {}
         self._held: dict[str, HeldBack] = {}
+        self.only: Mapping[str, Callable[[pa.Table], Mask]] | None = None
+        self.letters_of = dead_letters.table_of
         self.missing: dict[str, TableShape] = {}
         self.gaps: dict[str, Sequence[Column]] = {}
         self._news: frozenset[tuple[str, str, str]] = frozenset()
@@ -237,7 +260,7 @@ class _Tables:
     def _changes_of(
         self, table: str, where: Range, records: Records, rows: Rows, at: Indices
     ) -> Iterator[tuple[str, pa.Table]]:
-        if not len(rows):
+        if not len(rows) or (self.only is not None and table not in self.only):
             return
         if table not in self._targets.tables():
             self._miss(table, rows)
@@ -253,14 +276,18 @@ class _Tables:
         yield from self._letters(table, where, records, reasons)
         offsets = records.offsets[places]
         order = (offsets, offsets) if self._reading.keyed else (at[places], offsets)
-        batch = ordered(found.batch, *order)
+        batch, withheld = ordered(found.batch, *order), found.withheld
+        if self.only is not None:
+            chosen = self.only[table](batch)
+            batch, places = batch.filter(pa.array(chosen)), places[chosen]
+            withheld = {name: mask[chosen] for name, mask in withheld.items()}
         if self._reading.may_withhold:
             back = self._back(table)
-            if found.withheld:
-                lacking = np.logical_or.reduce([*found.withheld.values()])
+            if withheld:
+                lacking = np.logical_or.reduce([*withheld.values()])
                 held = Held(
                     changes=batch.filter(pa.array(lacking)),
-                    withheld={name: mask[lacking] for name, mask in found.withheld.items()},
+                    withheld={name: mask[lacking] for name, mask in withheld.items()},
                     where=where,
                     records=records.take(places[lacking]),
                 )
@@ -331,7 +358,7 @@ class _Tables:
         self, table: str, where: Range, records: Records, reasons: Mapping[int, str]
     ) -> Iterator[tuple[str, pa.Table]]:
         """Rejected records as dead letters of a table; an error where these are not wanted."""
-        if not reasons:
+        if not reasons or self.only is not None:
             return
         places = np.array(sorted(reasons), dtype=np.int64)
         offsets = records.offsets[places].tolist()
@@ -342,7 +369,7 @@ class _Tables:
                 detail=f"Partition {where.partition}, offset {offsets[0]}: {texts[0]}.",
                 hint="Set `on_error: dead_letter` to keep such records aside and go on.",
             )
-        name = dead_letters.table_of(table)
+        name = self.letters_of(table)
         if name not in self._targets.tables():
             self.missing = {**self.missing, name: dead_letters.SHAPE}
             return

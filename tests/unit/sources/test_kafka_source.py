@@ -2,10 +2,11 @@
 
 import pickle
 
+import pyarrow as pa
 import pytest
 
 from icestream.epoch import Epoch
-from icestream.errors import ConfigInvalid, HistoryLost
+from icestream.errors import ConfigInvalid, DataRejected, HistoryLost
 from icestream.frontier import START, Frontier
 from icestream.schema import TableShape
 from icestream.sources import kafka
@@ -75,6 +76,27 @@ def ranges(splits) -> list[tuple[int, int, int]]:
 
 def epoch(lower: Frontier, upper: Frontier) -> Epoch:
     return Epoch(number=1, lower=lower, upper=upper)
+
+
+class FakeLetters:
+    """Tables of letters of one snapshot, by table: the positions that they have."""
+
+    def __init__(self, **tables: list[str]):
+        self.tables = tables
+
+    def newest(self, table):
+        return 77 if table in self.tables else None
+
+    def positions(self, table, snapshot_id):
+        found = sorted(self.tables[table])
+        return pa.table({"position": found, "size": [1] * len(found)})
+
+    def read(self, table, snapshot_id, first, last):
+        found = [text for text in sorted(self.tables[table]) if first <= text <= last]
+        nothing = pa.nulls(len(found), pa.binary())
+        at = pa.nulls(len(found), pa.timestamp("us", tz="UTC"))
+        names = ["position", "error", "key", "payload", "at"]
+        return pa.table([pa.array(found), pa.array(found), nothing, nothing, at], names=names)
 
 
 def read(partition: int, end: int, newest: int, rows=1, size=1) -> RangeRead:
@@ -263,3 +285,79 @@ def test_bad_options_are_refused(options, text):
     """U3: with what is wrong."""
     with pytest.raises(ConfigInvalid, match=text):
         KafkaOptions(**options)
+
+
+def with_letters(cluster, *positions: str, **options) -> KafkaSource:
+    one = source(**options)
+    one.letter_box = FakeLetters(t__dead_letters=list(positions))
+    one.found(["t", "t__dead_letters"])
+    return one
+
+
+def letter_spans(splits) -> list[tuple[int, list[int]]]:
+    return sorted((s.letters.partition, s.letters.records.offsets.tolist()) for s in splits)
+
+
+def test_a_frontier_that_tells_of_letters_goes_on_by_its_offsets(cluster):
+    """E10, K2: they are carried along, and nobody takes them for partitions."""
+    one = with_letters(cluster, "t/0/3")
+    (upper,) = one.available(START)
+    (group,) = one.letters(upper, None, as_is=False)
+    replayed = group.after(upper)
+    assert one.position(replayed) == one.position(upper)
+    assert one.available(replayed) == []
+    one.verify(replayed)
+    one.ack(replayed)
+    assert cluster.committed == {"icestream-p": {("t", 0): 10, ("t", 1): 10}}
+    assert [ranges([s]) for s in one.splits(epoch(upper, replayed)) if hasattr(s, "ranges")] == []
+    cluster.ends["t", 1] = (0, 12)
+    (later,) = one.available(replayed)
+    assert later.covers(replayed)
+    assert ranges(one.splits(epoch(replayed, later))) == [(1, 10, 12)]
+
+
+def test_letters_are_split_by_partition(cluster):
+    """E10: of those that lie before the frontier; others come with the log."""
+    one = with_letters(cluster, "t/0/3", "t/0/10", "t/0/9", "t/1/2")
+    (upper,) = one.available(START)
+    (group,) = one.letters(upper, "t", as_is=False)
+    splits = one.splits(epoch(upper, group.after(upper)))
+    assert letter_spans(splits) == [(0, [3, 9]), (1, [2])]
+    assert all(split.tables == {"t", "t__dead_letters"} for split in splits)
+    # A table that begins anew finds all of them in the log.
+    assert one.splits(epoch(START, group.after(START))) == []
+
+
+def test_a_table_that_lies_behind_takes_letters_first_and_others_never_from_the_log(cluster):
+    """E8, E10: a record among the letters comes by being tried again, and in no other way."""
+    one = with_letters(cluster, "t/0/3", "t/1/9")
+    (upper,) = one.available(START)
+    (group,) = one.letters(upper, None, as_is=False)
+    durable = group.after(upper)
+    assert one.catch_up("t", START, upper) == []
+    assert one.catch_up("t", START, durable) == [group.after(START)]
+    (split, other) = one.splits(epoch(START, upper))
+    skipped = {**split.skipped, **other.skipped}
+    assert {at: found.tolist() for at, found in skipped.items()} == {("t", 0): [3], ("t", 1): [9]}
+
+
+def test_a_table_that_lies_behind_several_replays_is_refused(cluster):
+    """E8, E10: which letters the first of them took is no longer known."""
+    one = with_letters(cluster, "t/0/3")
+    (upper,) = one.available(START)
+    (group,) = one.letters(upper, None, as_is=False)
+    (split,) = one.splits(epoch(upper, group.after(group.after(upper))))
+    assert isinstance(split.problem, HistoryLost)
+
+
+def test_letters_that_nothing_tells_apart_are_refused(cluster):
+    """E10: a topic of old and a topic of now with the same offsets."""
+    one = with_letters(cluster, "t/0/3", "t/0/3")
+    (upper,) = one.available(START)
+    with pytest.raises(DataRejected, match="two letters of one position"):
+        one.letters(upper, None, as_is=False)
+    with pytest.raises(DataRejected, match="old and of the new topic"):
+        one.catch_up("t", START, Frontier({**upper.positions, "t 0 old": (5, 0)}))
+    routed = with_letters(cluster, "t/0/3", route=Route(tables={"t": "", "u": ""}))
+    with pytest.raises(ConfigInvalid, match="lie in one table"):
+        routed.letters(upper, None, as_is=False)
