@@ -39,6 +39,7 @@ from icestream.sources.iceberg import IcebergSourceOptions
 from icestream.sources.iceberg.changelog import changelog
 from icestream.sources.kafka import KafkaOptions
 from icestream.status import JsonFormatter, StatusServer, TextFormatter, pipeline_status
+from icestream.transform import Selects
 from icestream.worker import events_as_json
 
 log = logging.getLogger(__name__)
@@ -238,6 +239,8 @@ def _check(options: argparse.Namespace) -> int:
 
 def _check_one(pipeline: PipelineConfig, spark: Any) -> dict[str, Any]:
     source, sink = open_source(pipeline, spark), open_sink(pipeline, spark)
+    if pipeline.transform:
+        Selects(spark, pipeline.transform)
     tables = list(source.tables())
     progress = sink.durable(tables)
     source.verify(resume_point(progress).at)

@@ -12,6 +12,7 @@ import types
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from icestream.schema import parse_type
 from icestream.sinks.iceberg import ANY_TABLE, IcebergSink, IcebergSinkOptions, TableOptions
 from icestream.sinks.iceberg.letters import IcebergLetterBox
 from icestream.sinks.opensearch import OpenSearchOptions, OpenSearchSink
+from icestream.sinks.transformed import TransformedSink
 from icestream.sources import Source
 from icestream.sources.cockroachdb import CockroachdbOptions, TopicsOptions
 from icestream.sources.cockroachdb.files import CockroachdbFiles
@@ -37,7 +39,8 @@ from icestream.sources.kafka import Budget, KafkaOptions, KafkaSource
 from icestream.sources.kafka.route import Route
 from icestream.sources.kafka.split import Keys, Reading
 from icestream.sources.postgres import PostgresOptions, PostgresSource
-from icestream.worker import map_tasks, write_epoch, write_events
+from icestream.transform import Selects
+from icestream.worker import map_tasks, write_epoch, write_events, write_transformed
 
 SOURCES: dict[str, type] = {
     "cockroachdb": CockroachdbOptions,
@@ -95,6 +98,14 @@ class PipelineConfig:
         },
     )
 
+    transform: Mapping[str, str] = field(
+        default_factory=dict,
+        metadata={
+            "doc": "A select in Spark SQL by table, by its name at the source: "
+            "`select <expressions> from changes [where <condition>]`."
+        },
+    )
+
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
             raise ConfigInvalid(
@@ -109,6 +120,20 @@ class PipelineConfig:
                 "other source to an iceberg sink.",
             )
         self._refuse_kafka_options()
+        self._refuse_unknown_transforms()
+
+    def _refuse_unknown_transforms(self) -> None:
+        """A select whose table is misspelled would let through what it was to mask."""
+        if self.transform and isinstance(self.sink, OpenSearchOptions):
+            raise ConfigInvalid(
+                f"pipeline {self.name} sets `transform`, which is for changes on their way into "
+                "Iceberg",
+                hint="Leave it out: documents hold the rows of the Iceberg table as they are.",
+            )
+        for table in self.transform:
+            names = _table_names(self.source, self.sink)
+            if names is not None and not any(map(partial(_matches, table), names)):
+                raise _unknown("table", table, names, f"{self.name}.transform")
 
     def _refuse_kafka_options(self) -> None:
         """What only records of topics have must not be set for anything else."""
@@ -129,6 +154,21 @@ class PipelineConfig:
             hint="Leave it out: other sources tell the table of each row, and stop at rows that "
             "cannot be taken.",
         )
+
+
+def _table_names(source: object, sink: object) -> Sequence[str] | None:
+    """The names, or patterns, of all tables that a source may have; None when they are open."""
+    if isinstance(source, PostgresOptions | CockroachdbOptions):
+        return source.tables or None
+    if isinstance(source, KafkaOptions) and isinstance(sink, IcebergSinkOptions):
+        if sink.route is not None:
+            return list(sink.route.tables) or None
+        return None if source.topic_pattern else source.topics
+    return None
+
+
+def _matches(table: str, pattern: str) -> bool:
+    return table == pattern or fnmatchcase(table, pattern)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,7 +227,7 @@ def _pipeline(name: str, body: object) -> PipelineConfig:
             f"pipeline {name} is not a map", hint="Give it a `source` and a `sink`."
         )
     cadence_fields = {option.name for option in dataclasses.fields(Cadence)}
-    known = ["source", "sink", "on_error", *sorted(cadence_fields)]
+    known = ["source", "sink", "on_error", "transform", *sorted(cadence_fields)]
     for key in body:
         if key not in known:
             raise _unknown("key", str(key), known, name)
@@ -204,6 +244,7 @@ def _pipeline(name: str, body: object) -> PipelineConfig:
         sink=sink,
         cadence=_options(Cadence, cadence, name),
         on_error=str(body.get("on_error", STOP)),
+        transform=_value(Mapping[str, str], body.get("transform") or {}, f"{name}.transform"),
     )
 
 
@@ -405,6 +446,10 @@ def open_pipeline(config: PipelineConfig, spark: SparkSession) -> Pipeline:
             cadence, commit_interval=config.source.interval, epochs_in_flight=1
         )
         return Pipeline(config.name, source, sink, cadence, partial(write_events, spark))
+    if config.transform and isinstance(sink, IcebergSink):
+        selects = Selects(spark, config.transform)
+        into = TransformedSink(sink, selects)
+        return Pipeline(config.name, source, into, cadence, partial(write_transformed, selects))
     return Pipeline(config.name, source, sink, cadence, partial(write_epoch, spark))
 
 

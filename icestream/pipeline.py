@@ -479,9 +479,9 @@ class Pipeline:
         for _ in range(REWRITES_MAX):
             with self._tables_lock:
                 tables = self._retry(partial(self._prepared, named))
-                # Changes of tables that cannot be made yet do nothing. A split that names no table
-                # finds out by reading which ones it needs.
-                usable = [s for s in splits if not s.tables or not {*s.tables}.isdisjoint(tables)]
+                # Changes of tables that cannot be made yet do nothing. A split that may be of many
+                # tables finds out by reading which ones it needs.
+                usable = [s for s in splits if _of_many(s) or not {*s.tables}.isdisjoint(tables)]
                 writer = self._retry(partial(self._sink.writer, epoch, tables))
             for table in itertools.filterfalse(looked_up, tables):
                 usable = [_with_stored(split, table, None) for split in usable]
@@ -610,6 +610,11 @@ def _with_stored(part: Part, table: str, stored: pa.Table | None) -> Part:
     """
     elsewhere = isinstance(part, TableSplit) and part.table != table
     return part.with_stored(table, stored) if isinstance(part, Split) and not elsewhere else part
+
+
+def _of_many(part: Part) -> bool:
+    """Whether a part may have changes of tables that it does not name."""
+    return not part.tables or (isinstance(part, Split) and not isinstance(part, TableSplit))
 
 
 def _all_but(tables: Collection[str]) -> Callable[[str], bool]:

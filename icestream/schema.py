@@ -203,6 +203,56 @@ def evolution(
     return steps
 
 
+def grown(shape: TableShape, columns: Sequence[Column], table: str) -> TableShape:
+    """The shape after `evolution` has let it take the columns; raises as that does."""
+    evolution(new_schema(shape), columns, shape.key, table)
+    held = {column.name: column for column in shape.columns}
+    for column in columns:
+        have = held.get(column.name)
+        if have is not None:
+            kind = have.type if column.absent else _grown_type(have.type, column.type)
+            required = have.required and (column.required or column.name in shape.key)
+            held[column.name] = Column(name=column.name, type=kind, required=required)
+        elif not column.absent:
+            held[column.name] = Column(name=column.name, type=column.type)
+    return TableShape(columns=list(held.values()), key=shape.key)
+
+
+def _grown_type(have: IcebergType, want: IcebergType) -> IcebergType:
+    if isinstance(have, StructType) and isinstance(want, StructType):
+        return StructType(*_grown_fields(have.fields, want.fields))
+    if isinstance(have, ListType) and isinstance(want, ListType):
+        element = _grown_type(have.element_type, want.element_type)
+        required = have.element_required and want.element_required
+        return ListType(element_id=have.element_id, element_type=element, element_required=required)
+    if isinstance(have, MapType) and isinstance(want, MapType):
+        return MapType(
+            key_id=have.key_id,
+            key_type=have.key_type,
+            value_id=have.value_id,
+            value_type=_grown_type(have.value_type, want.value_type),
+            value_required=have.value_required and want.value_required,
+        )
+    return _widened(have, want) or have
+
+
+def _grown_fields(
+    have: Sequence[NestedField], want: Sequence[NestedField]
+) -> Iterator[NestedField]:
+    asked = {field.name: field for field in want}
+    for field in have:
+        other = asked.pop(field.name, None)
+        kind = _grown_type(field.field_type, other.field_type) if other else field.field_type
+        required = field.required and other is not None and other.required
+        yield NestedField(
+            field_id=field.field_id, name=field.name, field_type=kind, required=required
+        )
+    for field in asked.values():
+        yield NestedField(
+            field_id=field.field_id, name=field.name, field_type=field.field_type, required=False
+        )
+
+
 def _fits(schema: Schema, column: Column, key: Sequence[str]) -> bool:
     try:
         return not evolution(schema, [column], key)

@@ -16,12 +16,23 @@ from typing import Any
 
 import pyarrow as pa
 from pyspark import SparkContext, TaskContext
-from pyspark.errors import PySparkException
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.errors import (
+    ArithmeticException,
+    ArrayIndexOutOfBoundsException,
+    DateTimeException,
+    IllegalArgumentException,
+    NumberFormatException,
+    PySparkException,
+    PythonException,
+    SparkRuntimeException,
+)
+from pyspark.logger import PySparkLogger
+from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql.classic.column import Column as ClassicColumn
 from pyspark.sql.functions import broadcast, col, expr
 from pyspark.sql.types import StructField, StructType
 
-from icestream.errors import TargetUnavailable
+from icestream.errors import DataRejected, TargetUnavailable
 from icestream.java import cache_folder, jars, java_home, write_atomically
 
 log = logging.getLogger(__name__)
@@ -41,6 +52,21 @@ Row = tuple[str, int, bytes]
 """What tasks hand on: a kind, a bucket and a payload."""
 
 ROW_SCHEMA = "kind string, bucket int, payload binary"
+# What expressions raise on values, as exceptions of their own or in the words of a failed job.
+_EXPRESSION_ERRORS = (
+    ArithmeticException,
+    ArrayIndexOutOfBoundsException,
+    DateTimeException,
+    IllegalArgumentException,
+    NumberFormatException,
+    SparkRuntimeException,
+)
+_EXPRESSION_ERROR = re.compile(
+    r"org\.apache\.spark\.Spark(?:Arithmetic|ArrayIndexOutOfBounds|DateTime|IllegalArgument|"
+    r"NumberFormat|Runtime)Exception: \[([A-Z_.0-9]+)\]"
+)
+# Loggers that quote a value which an expression fails on.
+_INDISCREET = ("SQLQueryContextLogger", "DataFrameQueryContextLogger")
 _ARROW_SCHEMA = pa.schema([("kind", pa.string()), ("bucket", pa.int32()), ("payload", pa.binary())])
 
 
@@ -63,6 +89,8 @@ def session(
     catalogs: Sequence[Mapping[str, str]], master: str = "local[*]", conf: Mapping[str, str] = {}
 ) -> SparkSession:
     """A session with what the catalogs need; settings in `conf` win over the defaults."""
+    for name in _INDISCREET:
+        PySparkLogger.getLogger(name).disabled = True
     os.environ["JAVA_HOME"] = str(java_home())
     os.environ["PYSPARK_PYTHON"] = os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
     os.environ.setdefault("SPARK_CONF_DIR", str(_quiet_folder()))
@@ -147,23 +175,33 @@ def run_tasks(
         return []
     context = spark.sparkContext
     context.setLocalProperty("spark.job.description", description)
-    slices = min(len(tasks), max(1, context.defaultParallelism * 4))
-
-    def over_tasks(batches: Iterable[pa.RecordBatch]) -> Iterable[pa.RecordBatch]:
-        for batch in batches:
-            for number in batch.column(0).to_pylist():
-                yield from _as_batches(work(tasks[number]))
-
-    rows = spark.range(0, len(tasks), 1, slices).mapInArrow(over_tasks, ROW_SCHEMA)
+    rows = task_frame(spark, tasks, lambda task: _as_batches(work(task)), ROW_SCHEMA)
     if gather is not None:
 
         def over_rows(batches: Iterable[pa.RecordBatch]) -> Iterable[pa.RecordBatch]:
-            yield from _as_batches(gather(_as_rows(batches)))
+            yield from _as_batches(gather(as_rows(batches)))
 
         buckets = max(1, context.defaultParallelism)
         together = rows.repartition(buckets, "bucket").sortWithinPartitions("bucket")
         rows = together.mapInArrow(over_rows, ROW_SCHEMA)
     return _collected(rows)
+
+
+def task_frame(
+    spark: SparkSession,
+    tasks: Sequence[Any],
+    work: Callable[[Any], Iterator[pa.RecordBatch]],
+    schema: str | StructType,
+) -> DataFrame:
+    """What comes of `work` over the tasks, which are read when the frame is."""
+    slices = min(len(tasks), max(1, spark.sparkContext.defaultParallelism * 4))
+
+    def over_tasks(batches: Iterable[pa.RecordBatch]) -> Iterable[pa.RecordBatch]:
+        for batch in batches:
+            for number in batch.column(0).to_pylist():
+                yield from work(tasks[number])
+
+    return spark.range(0, len(tasks), 1, slices).mapInArrow(over_tasks, schema)
 
 
 def run_frame(
@@ -185,6 +223,14 @@ def _collected(rows: DataFrame) -> list[Row]:
     try:
         return [(row["kind"], row["bucket"], bytes(row["payload"])) for row in rows.collect()]
     except PySparkException as error:
+        if condition := _failed_expression(error):
+            raise DataRejected(
+                "an expression of a transform fails on a row",
+                # Spark quotes the value that it fails on; rows are nobody's business in a log.
+                detail=f"Spark says {condition}.",
+                hint="Use a form that gives null instead, such as `try_cast`, `try_divide` or "
+                "`case when`.",
+            ) from None
         raise TargetUnavailable(
             "could not run the tasks of an epoch",
             detail=_first_python_line(str(error)),
@@ -264,11 +310,45 @@ def _as_batches(rows: Iterator[Row]) -> Iterator[pa.RecordBatch]:
         yield pa.record_batch([[kind], [bucket], [payload]], schema=_ARROW_SCHEMA)
 
 
-def _as_rows(batches: Iterable[pa.RecordBatch]) -> Iterator[Row]:
+def as_rows(batches: Iterable[pa.RecordBatch]) -> Iterator[Row]:
+    """The rows in batches that have a kind, a bucket and a payload."""
     for batch in batches:
         kinds, buckets, payloads = (batch.column(name) for name in ("kind", "bucket", "payload"))
         for number in range(batch.num_rows):
             yield kinds[number].as_py(), buckets[number].as_py(), payloads[number].as_py()
+
+
+def parsed(spark: SparkSession, text: str) -> Any:
+    """What Spark's parser makes of a query: a plan in the JVM. Nothing is looked up or run."""
+    return spark._jsparkSession.sessionState().sqlParser().parsePlan(text)
+
+
+def analysed(frame: DataFrame) -> Any:
+    """A frame's plan in the JVM, with everything that it names found."""
+    return frame._jdf.queryExecution().analyzed()
+
+
+def as_column(spark: SparkSession, expression: Any) -> Column:
+    """An expression of an analysed plan, for frames that have the columns it refers to."""
+    jvm: Any = spark._jvm
+    return ClassicColumn(jvm.org.apache.spark.sql.classic.ExpressionUtils.column(expression))
+
+
+def contains(spark: SparkSession, expression: Any, pattern: str) -> bool:
+    """Whether an expression of a plan has a part of a kind that Spark's planner has a name for."""
+    jvm: Any = spark._jvm
+    known = jvm.org.apache.spark.sql.catalyst.trees.TreePattern
+    return bool(expression.containsPattern(getattr(known, pattern)()))
+
+
+def _failed_expression(error: PySparkException) -> str | None:
+    """The name of Spark's error when an expression failed on a value; None for anything else."""
+    if isinstance(error, PythonException):
+        return None
+    if error.getCondition() and isinstance(error, _EXPRESSION_ERRORS):
+        return str(error.getCondition())
+    found = _EXPRESSION_ERROR.search(str(error))
+    return found[1] if found else None
 
 
 def _first_python_line(text: str) -> str:

@@ -2,12 +2,14 @@
 
     split ──read──► changes ──► write                          (all changes of a key in one split)
     split ──read──► changes ──► by key hash ══shuffle══► write  (else)
+    split ──read──► columns ──► select ──► as above            (transformed tables)
 
 Errors that a person must decide on are reported as values: a task that raised them would be
 retried for nothing and its message lost in Spark's. So are icestream's own defects. A task reports
 that it is done only after all its files are reported.
 """
 
+import itertools
 import json
 import pickle
 import struct
@@ -28,13 +30,28 @@ from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
 from icestream import failpoints
-from icestream.change import AT, OP, Op
+from icestream.change import AT, OP, SEQ, Op
 from icestream.errors import Broken, DataRejected, IcestreamError, check
-from icestream.schema import SchemaGap
+from icestream.iceberg.rows import from_spark, to_spark
+from icestream.schema import SchemaGap, arrow_schema, schema_from_json
 from icestream.sinks import Writer
+from icestream.sinks.transformed import TransformingWriter
 from icestream.sources import FrameSplit, Need, Split, TableSplit, TablesUnready, ValuesNeeded
 from icestream.sources.iceberg import changelog
-from icestream.spark import Row, attempt_number, run_frame, run_tasks
+from icestream.spark import Row, as_rows, attempt_number, run_frame, run_tasks, task_frame
+from icestream.transform import (
+    BUCKET,
+    CHANGE_AT,
+    CHANGE_OP,
+    CHANGE_SEQ,
+    KIND,
+    PAYLOAD,
+    ROW,
+    TASK,
+    Selects,
+    in_arrow,
+    struct_name,
+)
 
 FILE = "file"
 DONE = "done"
@@ -45,6 +62,8 @@ LACKS = "lacks"
 
 # Changes travel through the shuffle in pieces that neither side has to hold many of.
 _PIECE_ROWS = 65_536
+# One that holds large values has fewer rows: Spark's workers and its JVM hold two at a time.
+_PIECE_BYTES = 32 * 1024**2
 # Changes whose keys occur once are written when this much has gathered, so that memory is bounded.
 _WRITE_BYTES = 256 * 1024**2
 # Where a piece comes from: task, batch, row. Pieces arrive in any order, and a file must come out
@@ -75,6 +94,7 @@ class Task:
     split: Split
     writer: Writer
     shares: "Shares"
+    typed: "Typed | None" = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +111,26 @@ class Shares:
     def table(self, bucket: int) -> str:
         """The table that a bucket belongs to."""
         return next(t for t, start in self.starts.items() if start <= bucket < start + self.each)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Typed:
+    """Tables whose changes pass through Spark as columns, each in a struct of one wide frame.
+
+    Each table has `width` buckets from `start` on: those in `shared` have their changes brought
+    together by key, the others have a bucket for each split. `once` are splits with each key once.
+    """
+
+    tables: Sequence[str]
+    shared: frozenset[str]
+    start: int
+    width: int
+    once: frozenset[int]
+    schema: pa.Schema
+
+    def bucket(self, table: str, number: int) -> int:
+        """A bucket of the table's own."""
+        return self.start + self.tables.index(table) * self.width + number
 
 
 class Unready(Exception):
@@ -127,6 +167,49 @@ def write_epoch(
         return _write_gathered(rows, writer, shares)
 
     rows = run_tasks(spark, tasks, _work, gather if shares.starts else None, description)
+    return _outcome(rows, len(tasks))
+
+
+def write_transformed(
+    selects: Selects, splits: Sequence[Split], writer: Writer, keyed: bool, description: str
+) -> Outcome:
+    """Read and write all splits of an epoch, some of whose tables are transformed, in one job.
+
+    Changes of these tables are rows of a frame that the selects are applied to; all else passes by
+    as it does in `write_epoch`.
+    """
+    spark = selects.spark
+    if not isinstance(writer, TransformingWriter) or not writer.selects or not splits:
+        return write_epoch(spark, splits, writer, keyed, description)
+    parallelism = spark.sparkContext.defaultParallelism
+    shares = _shares(splits, writer, keyed, parallelism)
+    schema = selects.schema(writer.selects)
+    tables = [each.table for each in writer.selects]
+    typed = Typed(
+        tables=tables,
+        shared=frozenset(tables).intersection(shares.starts),
+        start=1 + len(shares.starts) * parallelism,
+        width=max(parallelism, len(splits)),
+        once=frozenset(number for number, split in enumerate(splits) if split.each_key_once),
+        schema=in_arrow(schema),
+    )
+    tasks = [
+        Task(number=number, split=split, writer=writer, shares=shares, typed=typed)
+        for number, split in enumerate(splits)
+    ]
+    frame = selects.applied(task_frame(spark, tasks, _typed_work, schema), writer.selects)
+    if shares.starts:
+        together = frame.repartition(parallelism, BUCKET)
+        frame = together.sortWithinPartitions(BUCKET, TASK, ROW)
+
+    def write(batches: Iterable[pa.RecordBatch]) -> Iterator[Row]:
+        return _write_gathered(_write_typed(batches, writer, typed), writer, shares)
+
+    return _outcome(run_frame(frame, write, description), len(tasks))
+
+
+def _outcome(rows: Iterable[Row], tasks: int) -> Outcome:
+    """What all tasks reported; raises the first error among it."""
     reports, learned, needed, lacks, read, done = [], [], [], [], 0, 0
     for kind, _, payload in rows:
         if kind == ERROR:
@@ -145,7 +228,7 @@ def write_epoch(
         raise Unready(lacks)
     if needed:
         raise _together(needed)
-    check(done >= len(tasks), "every task of the epoch reports that it is done")
+    check(done >= tasks, "every task of the epoch reports that it is done")
     return Outcome(reports=reports, rows=read, learned=learned)
 
 
@@ -286,8 +369,8 @@ def _shares(splits: Sequence[Split], writer: Writer, keyed: bool, parallelism: i
     return Shares(starts=starts, each=parallelism)
 
 
-def _work(task: Task) -> Iterator[Row]:
-    """Everything that happens to one split on its worker."""
+def _work(task: Task, columns: "_Columns | None" = None) -> Iterator[Any]:
+    """Everything that happens to one split on its worker: rows, and batches of `columns`."""
     if attempt_number() == 0:
         failpoints.reach(failpoints.IN_WORKER)
     try:
@@ -295,7 +378,9 @@ def _work(task: Task) -> Iterator[Row]:
         pieces: dict[str, list[pa.Table]] = {}
         for batch, (table, changes) in enumerate(task.split.changes(task.writer)):
             read += changes.num_rows
-            if table in task.shares.starts:
+            if columns is not None and columns.takes(table):
+                yield from columns.batches(table, changes)
+            elif table in task.shares.starts:
                 yield from _by_bucket(table, changes, batch, task)
             elif changes.num_rows:
                 pieces.setdefault(table, []).append(changes)
@@ -329,8 +414,7 @@ def _by_bucket(table: str, changes: pa.Table, batch: int, task: Task) -> Iterato
     if changes.num_rows == 0:
         return
     start, buckets = task.shares.starts[table], task.shares.each
-    keys = changes.select(list(task.writer.key(table))).to_pandas()
-    hashes = pd.util.hash_pandas_object(keys, index=False).to_numpy() % np.uint64(buckets)
+    hashes = _hashes(changes, task.writer.key(table), buckets)
     order = np.argsort(hashes, kind="stable")
     cuts = np.searchsorted(hashes[order], np.arange(buckets + 1, dtype=np.uint64))
     for bucket in range(buckets):
@@ -342,6 +426,171 @@ def _by_bucket(table: str, changes: pa.Table, batch: int, task: Task) -> Iterato
             with pa.ipc.new_stream(sink, piece.schema) as stream:
                 stream.write_table(piece)
             yield CHANGES, start + bucket, sink.getvalue().to_pybytes()
+
+
+def _hashes(changes: pa.Table, key: Sequence[str], buckets: int) -> np.ndarray:
+    keys = changes.select(list(key)).to_pandas()
+    hashes: np.ndarray = pd.util.hash_pandas_object(keys, index=False).to_numpy()
+    return hashes % np.uint64(buckets)
+
+
+def _typed_work(task: Task) -> Iterator[pa.RecordBatch]:
+    """What happens to one split, as rows of the frame that selects are applied to."""
+    columns = _Columns(task)
+    for each in _work(task, columns):
+        yield each if isinstance(each, pa.RecordBatch) else columns.passing(each)
+
+
+class _Columns:
+    """The changes of one split's transformed tables as rows of a wide frame."""
+
+    def __init__(self, task: Task):
+        assert task.typed is not None
+        self._task = task
+        self._typed = task.typed
+        self._rows = 0
+
+    def takes(self, table: str) -> bool:
+        """Whether the table's changes go this way."""
+        return table in self._typed.tables
+
+    def passing(self, row: Row) -> pa.RecordBatch:
+        """A row that only passes by."""
+        kind, bucket, payload = row
+        return self._batch(1, {KIND: [kind], BUCKET: [bucket], PAYLOAD: [payload]})
+
+    def batches(self, table: str, changes: pa.Table) -> Iterator[pa.RecordBatch]:
+        """The changes in pieces that neither side has to hold many of."""
+        if changes.num_rows == 0:
+            return
+        typed, number = self._typed, self._task.number
+        shared = table in typed.shared
+        local = (
+            _hashes(changes, self._task.writer.key(table), self._task.shares.each)
+            if shared
+            else np.full(changes.num_rows, number)
+        )
+        places = np.arange(self._rows, self._rows + changes.num_rows)
+        self._rows += changes.num_rows
+        struct = struct_name(typed.tables.index(table))
+        whole = pa.table(
+            {
+                BUCKET: pa.array(local.astype(np.int32) + typed.bucket(table, 0), pa.int32()),
+                ROW: pa.array(places, pa.int64()),
+                CHANGE_OP: changes.column(OP).cast(pa.int8()),
+                CHANGE_AT: changes.column(AT).cast(pa.int64()),
+                CHANGE_SEQ: changes.column(SEQ).cast(pa.int64()),
+                struct: self._struct(table, changes, typed.schema.field(struct).type),
+            }
+        )
+        row_bytes = max(1, changes.nbytes // changes.num_rows)
+        rows = max(1, min(_PIECE_ROWS, _PIECE_BYTES // row_bytes))
+        for piece in whole.to_batches(max_chunksize=rows):
+            named = dict(zip(whole.column_names, piece.columns, strict=True))
+            yield self._batch(piece.num_rows, {TASK: np.full(piece.num_rows, number), **named})
+
+    def _struct(self, table: str, changes: pa.Table, kind: pa.StructType) -> pa.ChunkedArray:
+        """The changes' columns in the types that Spark has for them; what is absent is null."""
+        fields = schema_from_json(self._task.writer.schema_json(table)).fields
+        there = set(changes.column_names)
+        # One chunk for all columns: sources cut them alike, but nothing says that they must.
+        parts = [
+            to_spark(changes.column(field.name), inner.type)
+            if field.name in there
+            else pa.chunked_array([pa.nulls(changes.num_rows, inner.type)])
+            for field, inner in zip(fields, kind, strict=True)
+        ]
+        names = [inner.name for inner in kind]
+        batches = pa.table(parts, names=names).to_batches()
+        return pa.chunked_array([b.to_struct_array() for b in batches], kind)
+
+    def _batch(self, rows: int, columns: Mapping[str, Any]) -> pa.RecordBatch:
+        arrays = [
+            pa.nulls(rows, field.type)
+            if field.name not in columns
+            else columns[field.name]
+            if isinstance(columns[field.name], pa.Array)
+            else pa.array(columns[field.name], field.type)
+            for field in self._typed.schema
+        ]
+        return pa.record_batch(arrays, schema=self._typed.schema)
+
+
+def _write_typed(
+    batches: Iterable[pa.RecordBatch], writer: TransformingWriter, typed: Typed
+) -> Iterator[Row]:
+    """Write what selects made of changes, bucket by bucket; other rows pass by."""
+    current, pieces, size, part = 0, list[pa.RecordBatch](), 0, 0
+    for batch in batches:
+        for bucket, run in _runs(batch):
+            if not bucket:
+                yield from as_rows([run])
+                continue
+            if bucket != current:
+                yield from _write_selected(current, pieces, "", writer, typed)
+                current, pieces, size, part = bucket, [], 0, 0
+            pieces.append(run)
+            size += run.nbytes
+            if size >= _WRITE_BYTES and _piecemeal(bucket, typed):
+                yield from _write_selected(current, pieces, f".{part}", writer, typed)
+                pieces, size, part = [], 0, part + 1
+    yield from _write_selected(current, pieces, "", writer, typed)
+
+
+def _runs(batch: pa.RecordBatch) -> Iterator[tuple[int, pa.RecordBatch]]:
+    """A batch in runs of one bucket; zero for rows that only pass by."""
+    if batch.num_rows == 0:
+        return
+    typed = pc.is_null(batch.column(KIND)).to_numpy(zero_copy_only=False)
+    buckets = np.where(typed, batch.column(BUCKET).to_numpy(zero_copy_only=False), 0)
+    cuts = [0, *(np.flatnonzero(np.diff(buckets)) + 1).tolist(), batch.num_rows]
+    for first, last in itertools.pairwise(cuts):
+        yield int(buckets[first]), batch.slice(first, last - first)
+
+
+def _piecemeal(bucket: int, typed: Typed) -> bool:
+    """Whether a bucket's changes may be written in parts, because no key is in two of them."""
+    place, number = divmod(bucket - typed.start, typed.width)
+    return typed.tables[place] not in typed.shared and number in typed.once
+
+
+def _write_selected(
+    bucket: int,
+    pieces: Sequence[pa.RecordBatch],
+    suffix: str,
+    writer: TransformingWriter,
+    typed: Typed,
+) -> Iterator[Row]:
+    if not pieces:
+        return
+    place, number = divmod(bucket - typed.start, typed.width)
+    table = typed.tables[place]
+    shard = f"b{bucket:05d}" if table in typed.shared else f"{number:05d}{suffix}"
+    try:
+        changes = _selected(pieces, place, writer)
+        for report in writer.write(table, shard, changes, _piecemeal(bucket, typed)):
+            yield FILE, 0, report.encode()
+    except IcestreamError as error:
+        yield ERROR, 0, pickle.dumps(error)
+    except _DEFECTS as error:
+        yield ERROR, 0, pickle.dumps(_broken(error))
+
+
+def _selected(pieces: Sequence[pa.RecordBatch], place: int, writer: TransformingWriter) -> pa.Table:
+    """The rows of a table's select as a change batch in the table's types."""
+    rows = pa.Table.from_batches(pieces)
+    select = writer.selects[place]
+    fields = arrow_schema(schema_from_json(writer.inner.schema_json(select.table)))
+    columns = {
+        OP: rows.column(CHANGE_OP),
+        AT: rows.column(CHANGE_AT),
+        SEQ: rows.column(CHANGE_SEQ),
+    }
+    structs = rows.column(struct_name(place)).chunks
+    for number, name in enumerate(select.outputs):
+        parts = pa.chunked_array([pc.struct_field(struct, [number]) for struct in structs])
+        columns[name] = from_spark(parts, fields.field(name).type, by_name=True)
+    return pa.table(columns)
 
 
 def _write_gathered(rows: Iterator[Row], writer: Writer, shares: Shares) -> Iterator[Row]:

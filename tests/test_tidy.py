@@ -22,6 +22,7 @@ LAYERS = (
     ("pipeline",),
     ("worker",),
     ("sources", "sinks"),
+    ("transform",),
     ("spark",),
     ("iceberg",),
     ("epoch",),
@@ -37,7 +38,7 @@ IMPORTERS_OF_SAMPLES = {"demo"}
 # Which modules may know a third party; every other one goes through them.
 CONFINED = {
     "pyspark": {
-        *("spark", "worker", "config", "status", "demo"),
+        *("spark", "transform", "worker", "config", "status", "demo"),
         *("sources", "sources.iceberg", "sources.iceberg.changelog"),
         *("sources.iceberg.rewritten", "preloaded"),
     },

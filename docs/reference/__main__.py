@@ -52,7 +52,8 @@ def configuration() -> str:
         lines += ["", f"## {title}", "", "| option | default | meaning |", "|---|---|---|"]
         lines += [_row(option) for option in dataclasses.fields(kind)]
         if kind is Cadence:
-            lines += [_row(o) for o in dataclasses.fields(PipelineConfig) if o.name == "on_error"]
+            own = ("on_error", "transform")
+            lines += [_row(o) for o in dataclasses.fields(PipelineConfig) if o.name in own]
     return "\n".join(lines) + "\n"
 
 

@@ -458,6 +458,13 @@ class Table:
             hint="Find out who changes the table.",
         )
 
+    def remember(self, name: str, value: str) -> None:
+        """Set a property of the table, unless it has the value already."""
+        with as_unavailable(f"could not set a property of table {self.name}"):
+            self._table.refresh()
+            if self.properties().get(name) != value:
+                self._table.updateProperties().set(name, value).commit()
+
     def _steps(self, columns: Sequence[Column], key: Sequence[str]) -> list[Step]:
         schema = schema_from_json(self.schema_json())
         mapping = self.properties().get(NAME_MAPPING)

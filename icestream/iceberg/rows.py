@@ -1,18 +1,19 @@
 """Rows of a table on their way to and from Spark, which knows fewer types than Iceberg.
 
-Spark has a uuid as text and no large strings or lists; `for_spark` and `from_spark` go over and
-back without loss. `Bound` is what is known of a key's column before any row is read: it lets
-Iceberg leave out files and row groups.
+Spark has a uuid as text, as well as a time of day and a timestamp with nanoseconds, and no large
+strings or lists; `for_spark`, `to_spark` and `from_spark` go over and back without loss. `Bound` is
+what is known of a key's column before any row is read: it lets Iceberg leave out files and row
+groups.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from pyiceberg.types import UUIDType
+from pyiceberg.types import TimeType, UUIDType
 
 from icestream.schema import cast_text
 
@@ -85,30 +86,76 @@ def _uuid_text(storage: pa.Array) -> pa.Array:
     return pc.if_else(pc.is_null(storage), pa.scalar(None, pa.string()), found)
 
 
-def from_spark(column: pa.ChunkedArray, wanted: pa.DataType) -> pa.ChunkedArray:
-    """A column that Spark has read, in the type that the table's column is written with."""
-    return pa.chunked_array([_from_spark(part, wanted) for part in column.chunks], wanted)
+def to_spark(column: pa.ChunkedArray, wanted: pa.DataType) -> pa.ChunkedArray:
+    """A column of a table in the type that Spark has for it; fields stay in their order."""
+    return pa.chunked_array([_to_spark(part, wanted) for part in column.chunks], wanted)
 
 
-def _from_spark(array: pa.Array, wanted: pa.DataType) -> pa.Array:
+def _to_spark(array: pa.Array, wanted: pa.DataType) -> pa.Array:
     if array.type == wanted:
         return array
-    if isinstance(wanted, pa.BaseExtensionType):
-        return cast_text(array, "uuid", UUIDType(), wanted)
+    if isinstance(array.type, pa.BaseExtensionType):
+        return _uuid_text(array.storage)
+    nested = _rebuilt(array, wanted, _to_spark, by_name=False)
+    return array.cast(wanted) if nested is None else nested
+
+
+def from_spark(
+    column: pa.ChunkedArray, wanted: pa.DataType, by_name: bool = False
+) -> pa.ChunkedArray:
+    """A column that Spark has read, in the type that the table's column is written with.
+
+    Fields of structs are the table's in its order, or with `by_name` some of them in any order.
+    """
+
+    def back(array: pa.Array, wanted: pa.DataType) -> pa.Array:
+        if array.type == wanted:
+            return array
+        if isinstance(wanted, pa.BaseExtensionType):
+            return cast_text(array, "uuid", UUIDType(), wanted)
+        if pa.types.is_time(wanted):
+            return cast_text(array, "time", TimeType(), wanted)
+        nested = _rebuilt(array, wanted, back, by_name)
+        return array.cast(wanted) if nested is None else nested
+
+    return pa.chunked_array([back(part, wanted) for part in column.chunks], wanted)
+
+
+def _rebuilt(
+    array: pa.Array,
+    wanted: pa.DataType,
+    convert: Callable[[pa.Array, pa.DataType], pa.Array],
+    by_name: bool,
+) -> pa.Array | None:
+    """A struct, list or map whose parts are converted; None for any other type."""
     if pa.types.is_struct(wanted):
-        # Beneath a null struct there may be anything; asked this way it is null as well.
-        parts = [pc.struct_field(array, [number]) for number in range(len(wanted))]
-        inner = [_from_spark(part, each.type) for part, each in zip(parts, wanted, strict=True)]
+        places = {field.name: number for number, field in enumerate(array.type)}
+        inner = []
+        for number, field in enumerate(wanted):
+            place = places.get(field.name) if by_name else number
+            # Beneath a null struct there may be anything; asked this way it is null as well.
+            inner.append(
+                pa.nulls(len(array), field.type)
+                if place is None
+                else convert(pc.struct_field(array, [place]), field.type)
+            )
         return pa.StructArray.from_arrays(inner, fields=list(wanted), mask=pc.is_null(array))
     if pa.types.is_list(wanted) or pa.types.is_large_list(wanted):
+        array = _from_the_start(array)
         kind = pa.LargeListArray if pa.types.is_large_list(wanted) else pa.ListArray
-        values = _from_spark(array.values, wanted.value_type)
+        values = convert(array.values, wanted.value_type)
         offsets = array.offsets.cast(pa.int64() if kind is pa.LargeListArray else pa.int32())
         return kind.from_arrays(offsets, values, type=wanted, mask=pc.is_null(array))
     if pa.types.is_map(wanted):
-        keys = _from_spark(array.keys, wanted.key_type)
-        items = _from_spark(array.items, wanted.item_type)
+        array = _from_the_start(array)
+        keys = convert(array.keys, wanted.key_type)
+        items = convert(array.items, wanted.item_type)
         return pa.MapArray.from_arrays(
             array.offsets, keys, items, type=wanted, mask=pc.is_null(array)
         )
-    return array.cast(wanted)
+    return None
+
+
+def _from_the_start(array: pa.Array) -> pa.Array:
+    """The same array, but not a part of a larger one: Arrow builds no lists on parts of offsets."""
+    return array.take(pa.array(np.arange(len(array)))) if array.offset else array

@@ -132,8 +132,8 @@ def test_a_crash_between_the_tables_is_finished_by_whatever_starts_next(
             raise FailpointError(table)
         return publish(sink, table, commit)
 
+    # Which of two tables a crash hits is chance; here it is chosen.
     with monkeypatch.context() as patched, pytest.raises(FailpointError):
-        # Which of two tables a crash hits is chance; here it is chosen.
         patched.setattr(IcebergSink, "_publish", dies)
         letters.pipeline().replay()
     started = letters.pipeline()

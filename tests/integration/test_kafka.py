@@ -1,5 +1,6 @@
 """Kafka topics on a real broker become Iceberg tables; Spark SQL and the log itself are asked."""
 
+import hashlib
 import io
 import json
 import random
@@ -566,3 +567,54 @@ def test_protobuf_records_are_upserted_by_text_keys(topics):
         source = {"topics": ["orders"], "value": value, "schema_registry": {"url": registry.url}}
         topics.run(topics.document(source))
     assert topics.rows("orders") == [{"id": "a", "cents": 3, "ok": False}]
+
+
+def test_records_are_filtered_masked_renamed_and_derived_on_their_way(topics):
+    """E11, K1: rows move in and out of the filter; deletes reach them; other topics pass by."""
+    name = topics.create("orders", 3)
+    topics.create("plain")
+    text = (
+        "select id as order_id, sha2(email, 256) as email, upper(region) as region, "
+        "price * 2 as twice from changes where region = 'eu'"
+    )
+    document = topics.document(
+        {"topics": ["orders", "plain"], **DEBEZIUM},
+        on_error="dead_letter",
+        transform={name: text},
+    )
+    row = {"email": "a@b.c", "region": "eu", "price": 1.5}
+    topics.send("orders", [created(n, **row) for n in range(4)])
+    topics.send("orders", [created(4, **{**row, "region": "us"}), ({"id": 9}, b"no json")])
+    topics.send("plain", [created(1, v=1)])
+    topics.run(document)
+    assert [row["order_id"] for row in topics.rows("orders", "order_id")] == [0, 1, 2, 3]
+    topics.send("orders", [updated(0, **{**row, "region": "us"}), updated(4, **row), deleted(1)])
+    topics.send("orders", [deleted(4), updated(2, **{**row, "price": 2}), created(5, **row)])
+    # A restart, and a column that the select does not name.
+    topics.send("orders", [updated(5, note="new", **row), ({"id": 3}, None)])
+    topics.run(document)
+    masked = hashlib.sha256(b"a@b.c").hexdigest()
+    assert topics.rows("orders", "order_id") == [
+        {"order_id": 2, "email": masked, "region": "EU", "twice": 4.0},
+        {"order_id": 5, "email": masked, "region": "EU", "twice": 3.0},
+    ]
+    assert topics.rows("plain") == [{"id": 1, "v": 1}]
+    assert len(topics.rows("orders__dead_letters")) == 1
+
+
+def test_a_select_over_a_table_that_was_there_before_loses_no_record(topics):
+    """E11, K7: what the columns at the source are is found by reading, then everything is read."""
+    topics.lake.sql(f"CREATE NAMESPACE IF NOT EXISTS {topics.lake.name}.shop")
+    table = topics.lake.table("shop.orders")
+    topics.lake.sql(f"CREATE TABLE {table} (id BIGINT, name STRING) USING iceberg")
+    name = topics.create("orders")
+    topics.send("orders", [created(1, first="a", last="b"), created(2, first="c", last="d")])
+    text = "select id, concat(first, ' ', last) as name from changes"
+    topics.run(
+        topics.document(
+            {"topics": ["orders"], **DEBEZIUM},
+            {"equality_delete_by": ["id"]},
+            transform={name: text},
+        )
+    )
+    assert topics.rows("orders") == [{"id": 1, "name": "a b"}, {"id": 2, "name": "c d"}]

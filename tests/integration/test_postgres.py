@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from icestream import failpoints
+from icestream.errors import SchemaRejected
 from icestream.failpoints import FailpointError
 from icestream.sources.postgres import PostgresSource
 from icestream.sources.postgres.framing import State
@@ -600,3 +601,65 @@ def test_many_tables_of_one_epoch_are_one_job(world: World):
     assert [size for size in jobs if size] == [count]
     assert world.lake_rows("t7", "id") == [(7,)]
     assert world.lake_rows(f"t{count - 1}", "id") == [(count - 1,)]
+
+
+def test_copy_and_stream_are_transformed(world: World):
+    """E11, P2, P8: rows move in and out of the filter, keys change, unsent values are looked up."""
+    world.sql(
+        "create table person (id int primary key, mail text, region text, born time, doc text)",
+        "alter table person alter column doc set storage external",
+        "insert into person select g, 'm' || g, case when g % 3 = 0 then 'us' else 'eu' end, "
+        "time '08:00' + make_interval(mins => g), repeat('d' || g, 3000) "
+        "from generate_series(1, 30) g",
+    )
+    select = (
+        "select id as person_id, left(mail, 1) as mail, left(born, 5) as born, doc from changes "
+        "where region = 'eu'"
+    )
+    told = {"cadence": {"transform": {"public.person": select}}}
+    world.run(["public.person"], **told)
+
+    def compare() -> None:
+        columns = "id, left(mail, 1), to_char(born, 'HH24:MI'), doc"
+        there = world.sql(f"select {columns} from person where region = 'eu'")
+        here = world.lake_rows("person", "person_id, mail, born, doc")
+        assert here == sorted(map(tuple, there), key=repr)
+
+    compare()
+    world.transaction(
+        "update person set region = 'us' where id in (1, 2)",
+        "update person set region = 'eu' where id = 3",
+        "update person set mail = 'x' where id in (4, 6)",
+        "update person set id = id + 100 where id in (7, 9)",
+        "delete from person where id in (10, 12)",
+        "insert into person values (50, 'new', 'eu', '01:00', 'short'), (51, 'n', 'us', null, '')",
+    )
+    world.run(["public.person"], **told)
+    compare()
+    world.sql("alter table person add column extra int", "update person set extra = 1")
+    world.sql("truncate person", "insert into person values (1, 'again', 'eu', null, 'x', 5)")
+    world.run(["public.person"], **told)
+    compare()
+
+
+def test_a_value_that_was_not_sent_and_is_stored_masked_stops_the_pipeline(world: World):
+    """E11, P8: the table holds only what the select made of it; nothing is made up."""
+    world.sql(
+        "create table person (id int primary key, n int, doc text)",
+        "alter table person alter column doc set storage external",
+        "insert into person values (1, 1, repeat('secret', 2000))",
+    )
+    told = {
+        "cadence": {
+            "transform": {"public.person": "select id, n, sha2(doc, 256) as doc from changes"}
+        }
+    }
+    world.run(["public.person"], **told)
+    world.sql("update person set n = 2")
+    with pytest.raises(SchemaRejected, match="leave out values of column doc") as caught:
+        world.run(["public.person"], **told)
+    assert "REPLICA IDENTITY FULL" in str(caught.value)
+    # A column that the select does not read needs no value.
+    told = {"cadence": {"transform": {"public.person": "select id, n from changes"}}}
+    world.run(["public.person"], **told)
+    assert world.lake_rows("person", "id, n") == [(1, 2)]

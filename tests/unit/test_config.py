@@ -512,3 +512,61 @@ def test_a_changefeed_over_topics_fits_a_sink_url():
     assert pipeline.sink == parse_sink_url(url)
     many = {**CHANGEFEED, "topics": ["orders", "customers"]}
     assert "names one table" in refused(document(source={"kafka": many}, sink=url)).message
+
+
+SELECT = "select id from changes"
+INTO_ICEBERG = {"iceberg": {"namespace": "shop"}}
+
+
+@pytest.mark.parametrize(
+    ("source", "sink", "table"),
+    [
+        ({"postgres": {"dsn": "x", "tables": ["public.a", "other.*"]}}, {}, "public.a"),
+        ({"postgres": {"dsn": "x", "tables": ["public.a", "other.*"]}}, {}, "other.b"),
+        ({"kafka": {"bootstrap_servers": "b", "topics": ["a"]}}, {}, "a"),
+        ({"kafka": {"bootstrap_servers": "b", "topic_pattern": ".*"}}, {}, "any"),
+        ({"kafka": {"bootstrap_servers": "b", "topics": ["a"]}}, {"field": "kind"}, "any"),
+        ({"cockroachdb": {"files": "feed"}}, {}, "any"),
+    ],
+)
+def test_a_select_is_given_by_the_tables_name_at_the_source(source, sink, table):
+    """E11: one whose table the source cannot have would let through what it was to mask."""
+    routed = {"iceberg": {"namespace": "shop", **({"route": sink} if sink else {})}}
+    given = {"p": {"source": source, "sink": routed, "transform": {table: SELECT}}}
+    assert parse(given).pipelines[0].transform == {table: SELECT}
+
+
+@pytest.mark.parametrize(
+    ("source", "table", "told"),
+    [
+        ({"postgres": {"dsn": "x", "tables": ["public.orders"]}}, "public.order", "public.orders"),
+        ({"kafka": {"bootstrap_servers": "b", "topics": ["orders"]}}, "ordrs", "orders"),
+        ({"cockroachdb": {"files": "feed", "tables": ["orders"]}}, "order", "orders"),
+    ],
+)
+def test_a_select_for_a_table_that_the_source_cannot_have_is_refused(source, table, told):
+    """E11, U5: with the nearest name."""
+    given = {"p": {"source": source, "sink": INTO_ICEBERG, "transform": {table: SELECT}}}
+    error = refused(given)
+    assert f"unknown table `{table}`" in str(error)
+    assert f"Did you mean `{told}`?" in str(error)
+
+
+def test_a_select_on_the_way_out_of_iceberg_is_refused():
+    """E11: documents hold the rows of the table."""
+    given = {
+        "p": {
+            "source": {"iceberg": {"tables": [{"table_name": "shop.a"}]}},
+            "sink": {"opensearch": {"hosts": ["http://h"], "index": "a"}},
+            "transform": {"shop.a": SELECT},
+        }
+    }
+    assert "sets `transform`" in str(refused(given))
+
+
+@pytest.mark.parametrize("wrong", [SELECT, {"a": {"sql": SELECT}}, [SELECT]])
+def test_a_transform_that_is_no_map_of_texts_is_refused(wrong):
+    """E11, U5: by its place."""
+    given = document()
+    next(iter(given.values()))["transform"] = wrong
+    assert ".transform" in str(refused(given))

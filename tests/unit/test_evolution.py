@@ -34,6 +34,7 @@ from icestream.schema import (
     arrow_schema,
     evolution,
     gaps,
+    grown,
     new_schema,
     refuse_doubles,
     renamed_type,
@@ -200,6 +201,38 @@ def test_required_columns_become_optional_but_for_the_key() -> None:
         (Change.LOOSEN, 10),
         (Change.LOOSEN, 5),
     ]
+
+
+def test_a_shape_grows_as_a_table_does() -> None:
+    """E11, I11: after that nothing is lacking; what a table would refuse is refused."""
+    inner = struct(field(1, "a", IntegerType(), True), field(2, "gone", LongType(), True))
+    shape = TableShape(
+        columns=[
+            Column(name="id", type=IntegerType(), required=True),
+            Column(name="n", type=IntegerType(), required=True),
+            Column(name="s", type=inner),
+            Column(name="l", type=list_of(inner)),
+            Column(name="m", type=map_of(StringType(), inner)),
+        ],
+        key=["id"],
+    )
+    wide = struct(field(1, "a", LongType()), field(2, "b", StringType(), True))
+    columns = [
+        Column(name="id", type=LongType()),
+        Column(name="n", type=IntegerType(), absent=True),
+        Column(name="s", type=wide),
+        Column(name="l", type=list_of(wide)),
+        Column(name="m", type=map_of(StringType(), wide)),
+        Column(name="new", type=wide, required=True),
+        Column(name="never", type=LongType(), absent=True),
+    ]
+    there = grown(shape, columns, "t")
+    assert [column.name for column in there.columns] == ["id", "n", "s", "l", "m", "new"]
+    assert [column.required for column in there.columns] == [True, *[False] * 5]
+    present = [column for column in columns if not column.absent]
+    assert gaps(new_schema(there), present, ["id"]) == []
+    with pytest.raises(SchemaRejected):
+        grown(shape, [Column(name="n", type=StringType())], "t")
 
 
 def test_an_absent_column_that_the_table_lacks_too_is_not_added() -> None:

@@ -306,6 +306,14 @@ class IcebergSink:
                 state.meet(known.columns)
         return True
 
+    def recalled(self, table: str, name: str) -> str | None:
+        """A property of a table that is prepared."""
+        return self._states[table].handle.properties().get(name)
+
+    def remember(self, table: str, name: str, value: str) -> None:
+        """Set a property of a table that is prepared."""
+        self._states[table].handle.remember(name, value)
+
     def evolve(self, table: str, columns: Sequence[Column]) -> None:
         """Let the table take these columns of the source; see `Sink.evolve`."""
         state = self._states[table]

@@ -1,7 +1,7 @@
 """Keys and rows on their way to Spark and back: nothing is lost, and bounds never hide a row."""
 
 import uuid
-from datetime import date
+from datetime import date, time
 from decimal import Decimal
 
 import pyarrow as pa
@@ -15,10 +15,13 @@ from pyiceberg.types import (
     NestedField,
     StringType,
     StructType,
+    TimestampNanoType,
+    TimestamptzNanoType,
+    TimeType,
     UUIDType,
 )
 
-from icestream.iceberg.rows import VALUES_MAX, Bound, bound, for_spark, from_spark
+from icestream.iceberg.rows import VALUES_MAX, Bound, bound, for_spark, from_spark, to_spark
 from icestream.schema import arrow_schema
 
 
@@ -111,3 +114,51 @@ def test_keys_that_bounds_could_hide_have_none():
     many = pa.chunked_array([pa.array([float(n) for n in range(VALUES_MAX + 1)])])
     assert bound(many) is None
     assert arrow_type(LongType()) == pa.int64()
+
+
+def test_types_that_spark_lacks_go_over_as_text_and_come_back_the_same_at_every_depth():
+    """E11: uuid, time, nanoseconds; in structs and lists, and in parts of them."""
+    inner = StructType(
+        NestedField(1, "u", UUIDType(), required=False),
+        NestedField(2, "t", TimeType(), required=False),
+        NestedField(3, "n", TimestampNanoType(), required=False),
+        NestedField(4, "z", TimestamptzNanoType(), required=False),
+    )
+    texts = pa.struct([(name, pa.string()) for name in "utnz"])
+    kind = arrow_type(inner)
+    leaves = [
+        uuid_column([*UUIDS[:3], None]).chunk(0),
+        pa.array([time(0), time(23, 59, 59, 999999), None, time(1)], kind.field("t").type),
+        pa.array([0, -1, 1_700_000_000_123_456_789, None], kind.field("n").type),
+        pa.array([0, -1, 1_700_000_000_123_456_789, None], kind.field("z").type),
+    ]
+    structs = pa.StructArray.from_arrays(
+        leaves, fields=list(kind), mask=pa.array([False, False, False, True])
+    )
+    offsets = pa.array([0, 1, 3, 3, 4], pa.int64())
+    nested = arrow_type(ListType(element_id=9, element_type=inner, element_required=False))
+    lists = pa.LargeListArray.from_arrays(offsets, structs, type=nested)
+    for column, plain in (
+        (structs, texts),
+        (lists, pa.list_(texts)),
+        (lists[1:3], pa.list_(texts)),
+    ):
+        over = to_spark(pa.chunked_array([column]), plain)
+        assert over.type == plain
+        back = from_spark(over, column.type)
+        assert stored(back.combine_chunks()) == stored(column)
+
+
+def stored(column: pa.Array) -> list[object]:
+    """Values with uuids as bytes, which Arrow shows otherwise inside of structs."""
+    return [str(value) for value in column.to_pylist()]
+
+
+def test_fields_of_structs_find_their_place_by_name():
+    """E11: a table's struct may have them in another order, and more of them."""
+    wanted = pa.struct([("b", pa.int64()), ("more", pa.string()), ("a", pa.large_string())])
+    column = pa.chunked_array([pa.array([{"a": "x", "b": 1}, None])])
+    assert from_spark(column, wanted, by_name=True).to_pylist() == [
+        {"b": 1, "more": None, "a": "x"},
+        None,
+    ]

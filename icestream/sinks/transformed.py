@@ -1,0 +1,234 @@
+"""A sink whose tables hold what selects make of the source's rows.
+
+    source's shape ──select──► derived shape ──► the table
+    source's rows  ──read with the source's schema──► select (Spark) ──► written with the table's
+
+The table cannot say what the source's columns are: some are derived, some left out. So the source's
+columns are remembered in a property of the table, which plays the part that the schema plays for
+tables that are not transformed: changes are read with it, it grows with the source, and a restart
+finds it as it was.
+"""
+
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import pyarrow as pa
+
+from icestream.epoch import Epoch, Progress
+from icestream.errors import ConfigInvalid, SchemaRejected, check
+from icestream.frontier import Frontier
+from icestream.schema import (
+    Column,
+    TableShape,
+    arrow_schema,
+    gaps,
+    grown,
+    new_schema,
+    schema_from_json,
+)
+from icestream.sinks import Committed, Written
+from icestream.sinks.iceberg import IcebergSink
+from icestream.sinks.iceberg.writer import IcebergWriter
+from icestream.transform import Derived, Selects, TableSelect
+
+# The source's columns and key, as JSON.
+SOURCE_PROPERTY = "icestream.source"
+# A table takes what a select gives after one change of its schema; others may change it meanwhile.
+EVOLUTIONS_MAX = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransformingWriter:
+    """Writes what selects have made of changes, which are read by the source's schemas.
+
+    `keys` are the columns that identify a row at the source, by transformed table.
+    """
+
+    inner: IcebergWriter
+    selects: Sequence[TableSelect]
+    keys: Mapping[str, Sequence[str]]
+
+    def tables(self) -> Collection[str]:
+        """The tables that it writes to."""
+        return self.inner.tables()
+
+    def schema_json(self, table: str) -> str:
+        """The schema that changes of the table must be read with: the source's."""
+        for each in self.selects:
+            if each.table == table:
+                return each.source_json
+        return self.inner.schema_json(table)
+
+    def key(self, table: str) -> Sequence[str]:
+        """The columns that identify a row at the source."""
+        return self.keys.get(table, self.inner.key(table))
+
+    def write(
+        self, table: str, shard: str, changes: pa.Table, each_key_once: bool = False
+    ) -> Iterator[str]:
+        """Write changes as the table takes them, of a transformed table the selected ones."""
+        return self.inner.write(table, shard, changes, each_key_once)
+
+
+class TransformedSink:
+    """An Iceberg sink behind the selects of a pipeline; see the module and `icestream.sinks`."""
+
+    def __init__(self, inner: IcebergSink, selects: Selects):
+        self._inner = inner
+        self._selects = selects
+        self._sources: dict[str, TableShape] = {}
+        self._derived: dict[str, Derived] = {}
+
+    def durable(self, tables: Sequence[str]) -> Mapping[str, Progress]:
+        """The progress of each table; see `Sink.durable`."""
+        return self._inner.durable(tables)
+
+    def claim(self, tables: Sequence[str]) -> Mapping[str, Progress]:
+        """Take the pipeline over; see `Sink.claim`."""
+        return self._inner.claim(tables)
+
+    def prepare(self, table: str, shape: Callable[[], TableShape | None]) -> bool:
+        """Make sure that the table is there and the source's columns are known.
+
+        False while neither the table nor the source tells them: they are found by reading.
+        """
+        if table not in self._selects:
+            return self._inner.prepare(table, shape)
+
+        def derived_shape() -> TableShape | None:
+            known = self._sources.get(table) or shape()
+            return self._take(table, known).shape if known else None
+
+        if not self._inner.prepare(table, derived_shape):
+            return False
+        if table not in self._sources:
+            remembered = self._inner.recalled(table, SOURCE_PROPERTY)
+            known = _shape_from_json(remembered) if remembered else shape()
+            if known is None:
+                return False
+            self._take(table, known)
+        self._remember(table)
+        return True
+
+    def evolve(self, table: str, columns: Sequence[Column]) -> None:
+        """Let the table take columns of the source, as far as the select has use for them."""
+        if table not in self._selects:
+            self._inner.evolve(table, columns)
+            return
+        self._take(table, grown(self._sources[table], columns, table))
+        self._remember(table)
+
+    def stored(
+        self, table: str, keys: pa.Table, columns: Sequence[str], before: Frontier | None = None
+    ) -> pa.Table:
+        """The rows under the source's keys; columns that the select does not read are null.
+
+        Raises `SchemaRejected` for columns that the table does not hold as the source has them.
+        """
+        if table not in self._selects:
+            return self._inner.stored(table, keys, columns, before)
+        derived, source = self._derived[table], self._sources[table]
+        names = derived.names()
+        hidden = sorted(derived.used.intersection(columns).difference(names))
+        if hidden:
+            raise SchemaRejected(
+                f"changes of table {table} leave out values of column {hidden[0]}, which its "
+                "transform reads",
+                detail="PostgreSQL does not send large values that an update did not touch, and "
+                "the table holds only what the transform made of them.",
+                hint=f"Run ALTER TABLE {table} REPLICA IDENTITY FULL, or let the column pass as "
+                "it is.",
+            )
+        asked = keys.rename_columns([names[name] for name in keys.column_names])
+        held = [name for name in columns if name in names]
+        found = self._inner.stored(table, asked, [names[name] for name in held], before)
+        fields = arrow_schema(new_schema(source))
+        rows = {name: found.column(names[name]) for name in [*keys.column_names, *held]}
+        for name in columns:
+            rows.setdefault(name, pa.nulls(found.num_rows, fields.field(name).type))
+        return pa.table({name: rows[name] for name in [*keys.column_names, *columns]})
+
+    def writer(self, epoch: Epoch, tables: Sequence[str]) -> TransformingWriter:
+        """A writer for the epoch; tables that lack what their selects give are evolved first."""
+        own = [table for table in tables if table in self._selects]
+        for _ in range(EVOLUTIONS_MAX):
+            inner = self._inner.writer(epoch, tables)
+            lacking = {table: self._lacking(table, inner) for table in own}
+            if not any(lacking.values()):
+                break
+            for table, columns in lacking.items():
+                if columns:
+                    self._inner.evolve(table, columns)
+        check(not any(lacking.values()), "a table that was evolved takes what its select gives")
+        keys = {table: self._source_key(table, inner.key(table)) for table in own}
+        selects = [self._table_select(table, inner) for table in own]
+        return TransformingWriter(inner=inner, selects=selects, keys=keys)
+
+    def commit(self, written: Written) -> Sequence[Committed]:
+        """Make the epoch durable; see `Sink.commit`."""
+        if isinstance(written.writer, TransformingWriter):
+            written = replace(written, writer=written.writer.inner)
+        return self._inner.commit(written)
+
+    def heartbeat(self, epoch: Epoch, labels: Mapping[str, str], table: str | None = None) -> bool:
+        """Make the frontier of an epoch without changes durable; see `Sink.heartbeat`."""
+        return self._inner.heartbeat(epoch, labels, table)
+
+    def close(self) -> None:
+        """Let go of connections."""
+        self._inner.close()
+
+    def _take(self, table: str, source: TableShape) -> Derived:
+        """Know the source's columns from here on, if the select takes them."""
+        derived = self._selects.derived(table, source)
+        self._sources[table], self._derived[table] = source, derived
+        return derived
+
+    def _remember(self, table: str) -> None:
+        text = _shape_to_json(self._sources[table])
+        if self._inner.recalled(table, SOURCE_PROPERTY) != text:
+            self._inner.remember(table, SOURCE_PROPERTY, text)
+
+    def _lacking(self, table: str, inner: IcebergWriter) -> list[Column]:
+        schema = schema_from_json(inner.schema_json(table))
+        return gaps(schema, self._derived[table].shape.columns, inner.key(table))
+
+    def _source_key(self, table: str, key: Sequence[str]) -> list[str]:
+        """The source's columns that the table's key comes from."""
+        plain = self._derived[table].plain
+        for name in key:
+            if name not in plain:
+                raise ConfigInvalid(
+                    f"the transform of table {table} gives no column {name} to delete by",
+                    detail=f"The table's key is {', '.join(key)}, and each of its columns has to "
+                    "be one of the source's, unchanged.",
+                    hint="Select it under that name, or set `equality_delete_by`.",
+                )
+        return [plain[name] for name in key]
+
+    def _table_select(self, table: str, inner: IcebergWriter) -> TableSelect:
+        outputs = [column.name for column in self._derived[table].shape.columns]
+        schema = schema_from_json(inner.schema_json(table))
+        kinds = {field.name: field.field_type for field in schema.fields}
+        return TableSelect(
+            table=table,
+            source_json=new_schema(self._sources[table]).model_dump_json(),
+            outputs=outputs,
+            key=list(inner.key(table)),
+            kinds=[kinds[name] for name in outputs],
+        )
+
+
+def _shape_to_json(shape: TableShape) -> str:
+    schema = json.loads(new_schema(shape).model_dump_json())
+    return json.dumps({"schema": schema, "key": list(shape.key)}, separators=(",", ":"))
+
+
+def _shape_from_json(text: str) -> TableShape:
+    document = json.loads(text)
+    columns = [
+        Column(name=field.name, type=field.field_type, required=field.required)
+        for field in schema_from_json(json.dumps(document["schema"])).fields
+    ]
+    return TableShape(columns=columns, key=document["key"])
