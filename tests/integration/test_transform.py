@@ -207,7 +207,7 @@ class Mixed:
                 )
             yield table, pa.table(columns)
 
-    def with_stored(self, values: pa.Table) -> "Mixed":
+    def with_stored(self, table: str, values: pa.Table | None) -> "Mixed":
         """Itself."""
         return self
 

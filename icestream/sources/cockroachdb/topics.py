@@ -177,7 +177,7 @@ class TopicSplit(TableSplit):
             )
             yield from ((where, records) for records in batches)
 
-    def with_stored(self, values: pa.Table) -> "TopicSplit":
+    def with_stored(self, table: str, values: pa.Table | None) -> "TopicSplit":
         """Itself: a changefeed leaves nothing out."""
         return self
 
