@@ -241,6 +241,15 @@ def no_key(origin: Origin, table: str, key: Sequence[str], found: int) -> DataRe
     )
 
 
+def plain_key(key: Cells) -> Cells:
+    """The keys themselves, where a schema stands beside each of them."""
+    if (key.kinds == Kind.OBJECT).any():
+        parts = members(key)
+        if parts.keys() == {"payload", "schema"}:
+            return parts["payload"]
+    return key
+
+
 def key_parts(key: Cells | None, names: Sequence[str] = ()) -> dict[str, Cells]:
     """The parts of keys by column: objects have their names, arrays are in the key's order.
 

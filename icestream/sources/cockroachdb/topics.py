@@ -45,7 +45,7 @@ from icestream.sources.cockroachdb.index import (
     Run,
 )
 from icestream.sources.cockroachdb.messages import told_apart
-from icestream.sources.cockroachdb.rows import KeySearch, Reader, Rows, rows_of
+from icestream.sources.cockroachdb.rows import KeySearch, Reader, Rows, plain_key, rows_of
 from icestream.sources.json_cells import MalformedJson, values
 from icestream.sources.json_columns import infer_type
 from icestream.sources.kafka.client import Cluster, Topic
@@ -130,9 +130,9 @@ def rows_within(where: Range, records: Records, lower: Position, upper: Position
         raise place.refused(int(messages.rows[chosen[row]]), f"in the key: {why}")
     try:
         rows = rows_of(place, {name: cells.take(chosen) for name, cells in messages.top.items()})
+        return replace(rows, key=plain_key(keys))
     except MalformedJson as error:
         raise place.damaged(f"{error.reason}.") from error
-    return replace(rows, key=keys)
 
 
 def _from(walls: np.ndarray, logicals: np.ndarray, bound: Position) -> np.ndarray:

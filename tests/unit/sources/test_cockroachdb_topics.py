@@ -433,8 +433,10 @@ def test_the_enriched_envelope_has_its_time_and_key_elsewhere(memory, schema):
     def enriched(key, after, when, op):
         told = {"ts_hlc": hlc_text(when), "ts_ns": when[0], "primary_keys": ["id"]}
         payload = {"after": after, "op": op, "source": told, "ts_ns": NOON + 77}
-        value = {"payload": payload, "schema": {"type": "struct"}} if schema else payload
-        return json.dumps({"id": key}).encode(), json.dumps(value).encode()
+        parts = [{"id": key}, payload]
+        if schema:
+            parts = [{"payload": part, "schema": {"type": "struct"}} for part in parts]
+        return tuple(json.dumps(part).encode() for part in parts)
 
     memory.send("t", 0, [enriched(1, {"id": 1, "v": 1}, at(1), "c"), enriched(2, None, at(1), "d")])
     resolve(memory, at(2))
