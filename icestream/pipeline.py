@@ -214,6 +214,8 @@ class Pipeline:
     def _run(self, once: bool) -> None:
         before = self._found()
         if once and self._nothing_to_do(before):
+            if trouble := self._source.trouble():
+                raise trouble
             return
         self._take_over()
         self._stream(once)

@@ -317,7 +317,7 @@ def test_a_topic_that_was_created_anew_is_not_taken_for_the_old_one(world: World
         ((b"[1]", b'{"after": {"id": 1}'), "offset 2"),
         ((b"[1]", None), "the record has no value"),
         ((b"[1]", b'{"after": {"id": 1, "v": 1}}'), "no `updated` timestamp"),
-        ((None, b'{"after": {"id": 1, "v": 1}, "updated": "17.0000000000"}'), "no key"),
+        ((None, wrapped([1], {"id": 1, "v": "1"}, (NOON[0] + 3 * SECOND, 0))[1]), "no key"),
     ],
 )
 def test_what_is_no_row_of_a_changefeed_stops_before_its_snapshot(

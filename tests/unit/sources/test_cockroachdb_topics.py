@@ -399,6 +399,19 @@ def test_a_table_that_is_only_deleted_from_has_no_shape_yet(memory):
     assert source.shape("t").key == ["id"]
 
 
+def test_a_record_that_is_refused_later_does_not_keep_a_table_from_being_made(memory):
+    """E5: epochs before it are written, although they are planned together."""
+    memory.send("t", 0, [row(1, at(1), v=7)])
+    resolve(memory, at(2))
+    memory.send("t", 0, [(b"[1]", b"{")])
+    resolve(memory, at(3))
+    source = memory.source()
+    first, second = source.available(START)
+    source.splits(epoch(START, first))
+    source.splits(epoch(first, second))
+    assert source.shape("t").key == ["id"]
+
+
 def test_a_key_that_cannot_be_told_is_asked_for(memory):
     """C5: and one that is named is believed; a text is never taken for a number."""
     memory.send("t", 0, [row(1, at(1), v=1, text="1")])
