@@ -74,10 +74,10 @@ def letter_rows(written: dict[int, tuple[Any, Any]], topic: str = "t") -> pa.Tab
     )
 
 
-def split(letters: dict[int, tuple[Any, Any]], end: int | None, envelope="upsert") -> LetterSplit:
+def split(letters: dict[int, tuple[Any, Any]], end: int | None, **value: str) -> LetterSplit:
     reading = Reading(
         settings={},
-        value=ValueOptions(envelope=envelope),
+        value=ValueOptions(**(value or {"envelope": "upsert"})),
         registry=None,
         route=Route(),
         keys=Keys(by_table={}, otherwise=()),
@@ -135,6 +135,16 @@ def test_without_a_key_the_letters_alone_are_added(log):
     """E10: nothing is read from the log."""
     changes = outcome(split({3: row(1, 3), 4: row(2, 4)}, end=None, envelope="none"), Targets(()))
     assert [(r["id"], r[OP]) for r in changes["t"]] == [(1, Op.INSERT), (2, Op.INSERT)]
+
+
+@pytest.mark.parametrize("end", [5, None], ids=["by the log", "as is"])
+def test_an_insert_that_is_late_promises_nothing(log, end):
+    """E10: the key may be there by now."""
+    key, value = row(1, 3)
+    written = {3: (key, {**value, "part": "insert"})}
+    log(written)
+    changes = outcome(split(written, end, envelope="cdc_field", cdc_field="part"))
+    assert [r[OP] for r in changes["t"]] == [Op.UPSERT]
 
 
 def test_a_letter_that_stays_has_the_newest_reason(log):
