@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 import pyarrow as pa
 
 from icestream import dead_letters
+from icestream.errors import HistoryLost
 from icestream.iceberg.catalog import Table, staged_name
 from icestream.iceberg.rows import from_spark
 from icestream.schema import arrow_schema, schema_from_json
@@ -47,7 +48,12 @@ class IcebergLetterBox:
 
     def _handle(self, table: str) -> Table:
         handle = self._sink.existing(table)
-        assert handle is not None, "a table that has a snapshot is there"
+        if handle is None:
+            raise HistoryLost(
+                f"table {self._sink.table_name(table)} is gone",
+                detail="Its letters were tried again in an epoch that has to be read once more.",
+                hint="Restore the table.",
+            )
         return handle
 
     def _rows(

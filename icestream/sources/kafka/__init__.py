@@ -603,11 +603,12 @@ class KafkaSource(Source):
         group = LetterGroup.at(name, at)
         if at[0] - (before[0] if before else 0) > 1:
             return [self._letter_split(group, None, None, _replays_lost(group.table))]
-        known = self._box().positions(group.table, group.snapshot_id)
-        names = known.column(dead_letters.POSITION)
-        first, last = names[group.start].as_py(), names[group.end - 1].as_py()
+        try:
+            rows = self._letter_rows(group)
+        except HistoryLost as lost:
+            return [self._letter_split(group, None, None, lost)]
         splits = []
-        for letters in by_partition(self._box().read(group.table, group.snapshot_id, first, last)):
+        for letters in by_partition(rows):
             # What lies beyond is read from the log in its turn.
             letters = letters.before(ends.get((letters.topic, letters.partition), 0))
             if not len(letters.records):
@@ -618,6 +619,12 @@ class KafkaSource(Source):
                 log, problem = self._log_from(letters.topic, letters.partition, offset, epoch.lower)
             splits.append(self._letter_split(group, letters, log, problem))
         return splits
+
+    def _letter_rows(self, group: LetterGroup) -> pa.Table:
+        known = self._box().positions(group.table, group.snapshot_id)
+        names = known.column(dead_letters.POSITION)
+        first, last = names[group.start].as_py(), names[group.end - 1].as_py()
+        return self._box().read(group.table, group.snapshot_id, first, last)
 
     def _letter_split(
         self,

@@ -350,6 +350,21 @@ def test_a_table_that_lies_behind_several_replays_is_refused(cluster):
     assert isinstance(split.problem, HistoryLost)
 
 
+def test_letters_whose_snapshot_is_gone_stop_only_the_tables_that_need_them(cluster):
+    """E7, E10: the split says so when it is read."""
+    one = with_letters(cluster, "t/0/3")
+    (upper,) = one.available(START)
+    (group,) = one.letters(upper, None, as_is=False)
+
+    def gone(table, snapshot_id):
+        raise HistoryLost("expired")
+
+    one.letter_box.positions = gone
+    (split,) = one.splits(epoch(upper, group.after(upper)))
+    assert "expired" in str(split.problem)
+    assert split.tables == {"t", "t__dead_letters"}
+
+
 def test_letters_that_nothing_tells_apart_are_refused(cluster):
     """E10: a topic of old and a topic of now with the same offsets."""
     one = with_letters(cluster, "t/0/3", "t/0/3")
