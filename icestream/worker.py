@@ -590,7 +590,15 @@ def _selected(pieces: Sequence[pa.RecordBatch], place: int, writer: Transforming
     for number, name in enumerate(select.outputs):
         parts = pa.chunked_array([pc.struct_field(struct, [number]) for struct in structs])
         columns[name] = from_spark(parts, fields.field(name).type, by_name=True)
+    for name in select.key:
+        columns[name] = _aligned(columns[name])
     return pa.table(columns)
+
+
+def _aligned(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """A copy: what comes from Spark lies anywhere in memory, and Arrow groups by no such column."""
+    parts = [part.take(pa.array(np.arange(len(part)))) for part in column.chunks]
+    return pa.chunked_array(parts, column.type)
 
 
 def _write_gathered(rows: Iterator[Row], writer: Writer, shares: Shares) -> Iterator[Row]:
