@@ -457,24 +457,27 @@ class _Columns:
     def passing(self, row: Row) -> pa.RecordBatch:
         """A row that only passes by."""
         kind, bucket, payload = row
-        return self._batch(1, {KIND: [kind], BUCKET: [bucket], PAYLOAD: [payload]})
+        columns = {
+            KIND: pa.array([kind]),
+            BUCKET: pa.array([bucket], pa.int32()),
+            PAYLOAD: pa.array([payload], pa.binary()),
+        }
+        return self._batch(1, columns)
 
     def batches(self, table: str, changes: pa.Table) -> Iterator[pa.RecordBatch]:
         """The changes in pieces that neither side has to hold many of."""
         if changes.num_rows == 0:
             return
         typed, number = self._typed, self._task.number
-        shared = table in typed.shared
-        local = (
-            _hashes(changes, self._task.writer.key(table), self._task.shares.each)
-            if shared
-            else np.full(changes.num_rows, number)
-        )
+        local = np.full(changes.num_rows, number)
+        if table in typed.shared:
+            local = _hashes(changes, self._task.writer.key(table), self._task.shares.each)
         places = np.arange(self._rows, self._rows + changes.num_rows)
         self._rows += changes.num_rows
         struct = struct_name(typed.tables.index(table))
         whole = pa.table(
             {
+                TASK: pa.array(np.full(changes.num_rows, number), pa.int32()),
                 BUCKET: pa.array(local.astype(np.int32) + typed.bucket(table, 0), pa.int32()),
                 ROW: pa.array(places, pa.int64()),
                 CHANGE_OP: changes.column(OP).cast(pa.int8()),
@@ -487,30 +490,25 @@ class _Columns:
         rows = max(1, min(_PIECE_ROWS, _PIECE_BYTES // row_bytes))
         for piece in whole.to_batches(max_chunksize=rows):
             named = dict(zip(whole.column_names, piece.columns, strict=True))
-            yield self._batch(piece.num_rows, {TASK: np.full(piece.num_rows, number), **named})
+            yield self._batch(piece.num_rows, named)
 
     def _struct(self, table: str, changes: pa.Table, kind: pa.StructType) -> pa.ChunkedArray:
         """The changes' columns in the types that Spark has for them; what is absent is null."""
         fields = schema_from_json(self._task.writer.schema_json(table)).fields
         there = set(changes.column_names)
-        # One chunk for all columns: sources cut them alike, but nothing says that they must.
         parts = [
             to_spark(changes.column(field.name), inner.type)
             if field.name in there
             else pa.chunked_array([pa.nulls(changes.num_rows, inner.type)])
             for field, inner in zip(fields, kind, strict=True)
         ]
-        names = [inner.name for inner in kind]
-        batches = pa.table(parts, names=names).to_batches()
+        # Columns may be cut into chunks at different places; batches are cut alike.
+        batches = pa.table(parts, names=[inner.name for inner in kind]).to_batches()
         return pa.chunked_array([b.to_struct_array() for b in batches], kind)
 
-    def _batch(self, rows: int, columns: Mapping[str, Any]) -> pa.RecordBatch:
+    def _batch(self, rows: int, columns: Mapping[str, pa.Array]) -> pa.RecordBatch:
         arrays = [
-            pa.nulls(rows, field.type)
-            if field.name not in columns
-            else columns[field.name]
-            if isinstance(columns[field.name], pa.Array)
-            else pa.array(columns[field.name], field.type)
+            columns[field.name] if field.name in columns else pa.nulls(rows, field.type)
             for field in self._typed.schema
         ]
         return pa.record_batch(arrays, schema=self._typed.schema)

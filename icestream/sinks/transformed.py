@@ -62,7 +62,7 @@ class TransformingWriter:
 
     def key(self, table: str) -> Sequence[str]:
         """The columns that identify a row at the source."""
-        return self.keys.get(table, self.inner.key(table))
+        return self.keys[table] if table in self.keys else self.inner.key(table)
 
     def write(
         self, table: str, shard: str, changes: pa.Table, each_key_once: bool = False
