@@ -135,10 +135,10 @@ class TransformedSink:
             raise SchemaRejected(
                 f"changes of table {table} leave out values of column {hidden[0]}, which its "
                 "transform reads",
-                detail="PostgreSQL does not send large values that an update did not touch, and "
-                "the table holds only what the transform made of them.",
-                hint=f"Run ALTER TABLE {table} REPLICA IDENTITY FULL, or let the column pass as "
-                "it is.",
+                detail="Large values that an update did not touch are not sent, and the table "
+                "holds only what the transform made of them.",
+                hint=f"Run ALTER TABLE {table} REPLICA IDENTITY FULL in PostgreSQL, or let the "
+                "column pass as it is.",
             )
         asked = keys.rename_columns([names[name] for name in keys.column_names])
         held = [name for name in columns if name in names]
