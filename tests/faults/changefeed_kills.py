@@ -39,6 +39,8 @@ PARTITIONS = 4
 ANSWER_SECONDS = 60.0
 # A killed run must find work, but not more than the next one can do while the feed goes on.
 PAUSE_SECONDS = 0.2
+# Some fifty timestamps, each a commit: however slow the machine is, the last run has an end.
+STEPS_MAX = 500
 # Of many snapshots so many have their rows compared; all have their timestamps compared.
 SNAPSHOTS_READ = 25
 
@@ -61,6 +63,8 @@ class FeedWriter(threading.Thread):
         """One step after another."""
         self._resolve_all()
         while not self._ended.wait(PAUSE_SECONDS):
+            if self.transactions >= STEPS_MAX:
+                continue
             feed = self._feed
             # Partitions stay as they are: a new one would hold back a single run.
             feed.random.choice([*[feed.change] * 8, feed.repeat, feed.resolve])()
