@@ -35,7 +35,7 @@ def test_every_timestamp_is_one_snapshot_although_the_pipeline_is_killed_everywh
     writer = victim.writer(seed=1)
     writer.start()
     try:
-        for where in (failpoints.IN_WORKER, failpoints.BEFORE_SWAP, failpoints.AFTER_SWAP):
+        for where in (failpoints.AFTER_WRITE, failpoints.BEFORE_SWAP, failpoints.AFTER_SWAP):
             victim.run_until_killed(f"{where}=kill@2")
         victim.run_until_killed(f"{failpoints.AFTER_COMMIT}=kill@1")
     finally:
