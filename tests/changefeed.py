@@ -234,6 +234,14 @@ class RandomChangefeed:
         late = [each for each in partitions if self.random.random() < 0.1]
         self.feed.resolve(at, bare=self.random.random() < 0.2, but=late)
 
+    def catch_up(self) -> None:
+        """All that waits is delivered, and every partition has a timestamp that says so."""
+        self.deliver(len(self.held))
+        self.now += 1
+        self.feed.resolve((self.now, 2147483647))
+        # Nothing may follow that is not later.
+        self.now += 1
+
     def grow(self) -> None:
         """A topic gets one more partition, and keys move."""
         table = self.random.choice(list(self.feed.partitions))

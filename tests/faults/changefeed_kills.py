@@ -61,7 +61,7 @@ class FeedWriter(threading.Thread):
 
     def run(self) -> None:
         """One step after another."""
-        self._resolve_all()
+        self._feed.catch_up()
         while not self._ended.wait(PAUSE_SECONDS):
             if self.transactions >= STEPS_MAX:
                 continue
@@ -70,18 +70,13 @@ class FeedWriter(threading.Thread):
             feed.random.choice([*[feed.change] * 8, feed.repeat, feed.resolve])()
             self._producer.poll(0)
             self.transactions += 1
-        self._feed.deliver(len(self._feed.held))
-        self._resolve_all()
+        self._feed.catch_up()
         assert self._producer.flush(ANSWER_SECONDS) == 0
 
     def stop(self) -> None:
         """End with a resolved timestamp in every partition."""
         self._ended.set()
         self.join()
-
-    def _resolve_all(self) -> None:
-        self._feed.now += 1
-        self._feed.feed.resolve((self._feed.now, 2**31 - 1))
 
     def _send(self, table: str, partition: int, messages: Sequence[Message]) -> None:
         for key, value in messages:
