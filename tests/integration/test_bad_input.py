@@ -122,7 +122,7 @@ def _row(key: int, wall: int) -> str:
         ("not json at all", "", ["is damaged"]),
         ('{"after": {"id": 1}, "updated": "%d.0000000000"}', "", ["has no key", "key_in_value"]),
         ('{"after": {"id": 1}, "key": [1]}', "", ["no `updated` timestamp", "WITH updated"]),
-        ('{"something": 1}', "", ["neither the wrapped nor the bare envelope"]),
+        ('{"something": 1}', "", ["none of the envelopes wrapped, enriched and bare"]),
         ("cut", ".gz", ["is damaged"]),
         ("cut", ".zst", ["is damaged"]),
     ],

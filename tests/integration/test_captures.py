@@ -132,7 +132,7 @@ def test_a_capture_without_timestamps_is_refused_with_a_hint_how_to_make_the_cha
     rows = [row for row in capture(name) if row.table]
     write_epoch(tmp_path / "feed", rows, [with_key(row) for row in rows])
     answer = shell.run(document(tmp_path / "feed", embedded))
-    reason = "neither the wrapped nor the bare" if "row" in name else "no `updated` timestamp"
+    reason = "none of the envelopes wrapped" if "row" in name else "no `updated` timestamp"
     assert_refused(answer, 3, reason, "hint: Create the changefeed")
     assert not local.spark.catalog.tableExists(local.table(f"shop.{rows[0].table}"))
 

@@ -84,6 +84,9 @@ def shown(field: Any, value: Any) -> Any:
         return row(value)
     if field.type in (field.TYPE_UINT64, field.TYPE_FIXED64):
         return Decimal(value)
+    if field.type == field.TYPE_STRING and isinstance(value, bytes):
+        # What is no text comes as bytes; as a column it would have to be one.
+        raise DecodeError
     return value
 
 

@@ -7,6 +7,7 @@ pipeline has read is known by what it has committed, not by them.
 
 import logging
 import re
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as AnswerMissing
@@ -34,6 +35,9 @@ from icestream.sources.kafka.errors import (
 REQUEST_SECONDS = 20.0
 # A request times out by itself; this much later its answer counts as lost.
 GRACE_SECONDS = 5.0
+# What the broker of a group says while it reads what it knows of groups.
+LOADING = "COORDINATOR_LOAD_IN_PROGRESS"
+LOADING_SECONDS, LOADING_SECONDS_MAX = 0.2, 5.0
 INTERNAL_PREFIX = "__"
 
 logger = logging.getLogger(__name__)
@@ -154,24 +158,34 @@ class Cluster:
         ]
         if not places:
             return
-        try:
-            asked = self._request(
-                "publish offsets",
-                lambda: self._admin.alter_consumer_group_offsets(
-                    [ConsumerGroupTopicPartitions(group, places)],
-                    request_timeout=self._request_seconds,
-                ),
-            )
-            for answer in asked.values():
-                refused = [
-                    place.error
-                    for place in self._answer("publish offsets", answer).topic_partitions
-                    if place.error
-                ]
-                if refused:
-                    raise translated(refused[0].name(), refused[0].str(), "publish offsets")
-        except IcestreamError as error:
-            logger.warning("could not publish the offsets of group %s: %s", group, error)
+        deadline = time.monotonic() + LOADING_SECONDS_MAX
+        while True:
+            try:
+                self._publish(group, places)
+                return
+            except IcestreamError as error:
+                # A broker that has just been started says so for a moment.
+                if LOADING not in str(error) or time.monotonic() > deadline:
+                    logger.warning("could not publish the offsets of group %s: %s", group, error)
+                    return
+            time.sleep(LOADING_SECONDS)
+
+    def _publish(self, group: str, places: Sequence[TopicPartition]) -> None:
+        asked = self._request(
+            "publish offsets",
+            lambda: self._admin.alter_consumer_group_offsets(
+                [ConsumerGroupTopicPartitions(group, list(places))],
+                request_timeout=self._request_seconds,
+            ),
+        )
+        for answer in asked.values():
+            refused = [
+                place.error
+                for place in self._answer("publish offsets", answer).topic_partitions
+                if place.error
+            ]
+            if refused:
+                raise translated(refused[0].name(), refused[0].str(), "publish offsets")
 
     def close(self) -> None:
         """Let go of connections; nothing can be asked after it."""
