@@ -113,11 +113,14 @@ def play(victim: Victim, seed: int, kills: int) -> str:
     return f"{writer.transactions} transactions; {', '.join(victim.story)}"
 
 
+_numbers = itertools.count()
+
+
 def catalog_in(folder: Path) -> dict[str, str]:
-    """A SQLite catalog and a warehouse in a folder."""
+    """A SQLite catalog and a warehouse in a folder; a session keeps catalogs apart by name."""
     return {
         "type": "jdbc",
-        "name": "kills",
+        "name": f"kills{next(_numbers)}",
         "uri": f"jdbc:sqlite:{folder / 'catalog.db'}",
         "warehouse": str(folder / "warehouse"),
         "jdbc.schema-version": "V1",
