@@ -5,8 +5,8 @@
     │                    -> bounded retry in the pipeline
     ├── CommitUnknown    the answer was lost        -> read back, then decide; delete nothing
     ├── Fenced           someone newer owns the target -> stop quietly, an exit code of its own
-    ├── NeedsOperator    ConfigInvalid, HistoryLost, ProgressLost, RolledBack, SchemaRejected,
-    │                    DataRejected                -> stop, say what to do
+    ├── NeedsOperator    ConfigInvalid, HistoryLost, ProgressLost, RolledBack, FrontierLost,
+    │                    SchemaRejected, DataRejected -> stop, say what to do
     └── Broken           an invariant does not hold -> crash at once
 
 Messages read like PostgreSQL's: the primary line in lowercase without a period, then detail and
@@ -121,6 +121,10 @@ class ProgressLost(NeedsOperator):
 
 class RolledBack(ProgressLost):
     """The last committed snapshot is no longer part of the branch's history."""
+
+
+class FrontierLost(ProgressLost):
+    """What a snapshot's summary refers to as its frontiers is gone."""
 
 
 class SchemaRejected(NeedsOperator):

@@ -10,9 +10,10 @@ decides.
 Data and delete files are described by what workers reported; they are never listed nor opened here.
 """
 
+import json
 import os
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +26,7 @@ from icestream.errors import (
     CommitConflict,
     CommitUnknown,
     ConfigInvalid,
+    FrontierLost,
     HistoryLost,
     IcestreamError,
     NeedsOperator,
@@ -65,6 +67,9 @@ _CERTAIN = (
 )
 # How Iceberg's library refuses metadata of another table under the same name.
 _UUID_DIFFERS = "UUID does not match"
+# How the libraries of the storages say that a file is not there.
+_NO_FILE = ("NotFoundException", "NoSuchKeyException", "FileNotFoundException")
+_FOR_EVER_MS = 2**63 - 1
 ANCESTORS_MAX = 100_000
 VERSION_WITHOUT_LINEAGE = 2
 # Each further try means that somebody else changed the table in between.
@@ -87,7 +92,11 @@ class TableName:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
-    """One state of a table as a pipeline sees it; `metadata` is what a swap is made against."""
+    """One state of a table as a pipeline sees it; `metadata` is what a swap is made against.
+
+    `forgotten` says that the frontiers of the snapshot that the table was rolled back to are no
+    longer kept: there is a progress then, but nobody knows it. `bounds` names those that are.
+    """
 
     uuid: str
     snapshot_id: int | None
@@ -98,6 +107,8 @@ class Head:
     claim_id: str | None
     progress_snapshot_id: int | None
     rolled_back_from: Progress | None
+    forgotten: bool = False
+    bounds: frozenset[str | None] = frozenset()
     metadata: Any = field(repr=False, default=None)
 
 
@@ -306,25 +317,30 @@ class Table:
             snapshot = _latest(metadata, branch)
             newest, complete = self._newest_own(metadata, snapshot, pipeline)
             tagged = self._tagged(metadata, pipeline)
-            rolled_back_from = None
+            rolled_back = False
             if tagged is not None and (
                 newest is None or newest.snapshotId() != tagged.snapshotId()
             ):
-                if complete or tagged.sequenceNumber() > snapshot.sequenceNumber():
-                    rolled_back_from = self._progress(tagged)
-                else:
+                rolled_back = complete or tagged.sequenceNumber() > snapshot.sequenceNumber()
+                if not rolled_back:
                     # The history between the head and the tag was expired: the tag is what is left.
                     newest = tagged
+            if newest is None and tagged is None:
+                self._refuse_untagged(metadata, pipeline)
+            progress, forgotten = self._progress_unless(rolled_back, metadata, newest)
+            bounds = summaries.BOUNDS_PROPERTY
             return Head(
                 uuid=metadata.uuid(),
                 snapshot_id=snapshot.snapshotId() if snapshot else None,
                 schema_id=metadata.currentSchemaId(),
                 spec_id=metadata.defaultSpecId(),
-                progress=self._progress(newest) if newest else None,
+                progress=progress,
                 batch_id=newest.summary().get(summaries.BATCH_ID) if newest else None,
                 claim_id=newest.summary().get(summaries.CLAIM) if newest else None,
                 progress_snapshot_id=newest.snapshotId() if newest else None,
-                rolled_back_from=rolled_back_from,
+                rolled_back_from=self._progress(metadata, tagged) if rolled_back else None,
+                forgotten=forgotten,
+                bounds=frozenset(one.summary().get(bounds) for one in (newest, tagged) if one),
                 metadata=metadata,
             )
 
@@ -333,7 +349,7 @@ class Table:
         head: Head,
         branch: str,
         files: Sequence[FileClosed],
-        summary: Mapping[str, str],
+        entries: summaries.Entries,
         emptied: bool = False,
     ) -> int:
         """Make one snapshot of these files visible, if the table still is as `head` saw it.
@@ -341,14 +357,14 @@ class Table:
         The pipeline's tag moves in the same swap. Raises `CommitConflict` when the catalog refused
         it and `CommitUnknown` when the answer was lost. Nothing is deleted in either case.
         """
-        return self.swap(self.prepare(head, branch, files, summary, emptied))
+        return self.swap(self.prepare(head, branch, files, entries, emptied))
 
     def prepare(
         self,
         head: Head,
         branch: str,
         files: Sequence[FileClosed],
-        summary: Mapping[str, str],
+        entries: summaries.Entries,
         emptied: bool = False,
     ) -> Prepared:
         """Write the manifests of one snapshot and build the metadata that shows it.
@@ -360,21 +376,52 @@ class Table:
             base = self._table.operations().refresh()
         # Nothing is committed yet when the manifests cannot be written: that outcome is known.
         with as_unavailable(f"could not write the manifests of table {self.name}"):
-            snapshot = self._apply(branch, files, summary, emptied)
+            snapshot = self._apply(branch, files, entries.summary, emptied)
             parent = _latest(base, branch)
             if snapshot.parentId() != (parent.snapshotId() if parent else None):
                 raise CommitConflict(f"the head of table {self.name} moved before the swap")
-            iceberg = self._jvm.org.apache.iceberg
-            tag = iceberg.SnapshotRef.tagBuilder(snapshot.snapshotId()).build()
-            new = (
-                iceberg.TableMetadata.buildFrom(base)
-                .setBranchSnapshot(snapshot, branch)
-                .setRef(summaries.tag_name(summary[summaries.PIPELINE]), tag)
-                .build()
-            )
+            new = self._with_snapshot(base, branch, snapshot, entries, head.bounds)
             return Prepared(
                 table=self.name, snapshot_id=int(snapshot.snapshotId()), base=base, new=new
             )
+
+    def _with_snapshot(
+        self,
+        base: Any,
+        branch: str,
+        snapshot: Any,
+        entries: summaries.Entries,
+        needed: Collection[str | None],
+    ) -> Any:
+        """The metadata that show a snapshot, with the pipeline's tag, and its frontiers where they
+        are too large for a summary."""
+        iceberg = self._jvm.org.apache.iceberg
+        pipeline = entries.summary[summaries.PIPELINE]
+        # Without an age of its own it would get the table's, and expiry would remove it.
+        tag = iceberg.SnapshotRef.tagBuilder(snapshot.snapshotId()).maxRefAgeMs(_FOR_EVER_MS)
+        known = self._properties(base)
+        changed = {
+            name: value
+            for name, value in {
+                **entries.properties,
+                summaries.tagged_property(pipeline): "true",
+            }.items()
+            if known.get(name) != value
+        }
+        given = self._jvm.java.util.HashMap()
+        for name, value in changed.items():
+            given.put(name, value)
+        outdated = self._jvm.java.util.HashSet()
+        for name in summaries.outdated(known, entries, needed):
+            outdated.add(name)
+        return (
+            iceberg.TableMetadata.buildFrom(base)
+            .setBranchSnapshot(snapshot, branch)
+            .setRef(summaries.tag_name(pipeline), tag.build())
+            .setProperties(given)
+            .removeProperties(outdated)
+            .build()
+        )
 
     def swap(self, prepared: Prepared) -> int:
         """Replace the metadata that was checked by the prepared one; returns the snapshot's id."""
@@ -557,7 +604,7 @@ class Table:
                 return found
             parent = snapshot.parentId()
             if snapshot.summary().get(summaries.PIPELINE) == past.pipeline:
-                if past.before.covers(self._progress(snapshot).upper):
+                if past.before.covers(self._past_progress(metadata, snapshot).upper):
                     return found
                 found = metadata.snapshot(parent) if parent is not None else None
                 if found is None and parent is not None:
@@ -680,23 +727,19 @@ class Table:
         """When a snapshot was committed, in milliseconds since 1970."""
         return int(self._table.operations().current().snapshot(snapshot_id).timestampMillis())
 
-    def write_side_file(self, name: str, content: bytes) -> str:
-        """Store a small file beside the table's metadata and return its path."""
-        path = self._table.operations().metadataFileLocation(f"icestream/{name}")
-        stream = self._table.io().newOutputFile(path).createOrOverwrite()
-        try:
-            stream.write(content)
-        finally:
-            stream.close()
-        return str(path)
-
     def read_side_file(self, path: str) -> bytes:
-        """The content of a side file."""
-        stream = self._table.io().newInputFile(path).newStream()
+        """The content of a file beside the metadata; raises `FileNotFoundError` if it is gone."""
         try:
-            return bytes(stream.readAllBytes())
-        finally:
-            stream.close()
+            with _as_py4j():
+                stream = self._table.io().newInputFile(path).newStream()
+                try:
+                    return bytes(stream.readAllBytes())
+                finally:
+                    stream.close()
+        except Py4JJavaError as error:
+            if _class_names(error) & set(_NO_FILE):
+                raise FileNotFoundError(path) from error
+            raise
 
     def fresh_metadata(self) -> Any:
         """The metadata as they are now; raises `ProgressLost` when this table is no more."""
@@ -764,12 +807,46 @@ class Table:
         reference = metadata.ref(summaries.tag_name(pipeline))
         return metadata.snapshot(reference.snapshotId()) if reference else None
 
-    def _progress(self, snapshot: Any) -> Progress:
+    def _refuse_untagged(self, metadata: Any, pipeline: str) -> None:
+        """Raise `ProgressLost` when the pipeline has committed here and nothing of it is left."""
+        if metadata.properties().containsKey(summaries.tagged_property(pipeline)):
+            raise ProgressLost(
+                f"the last commit of pipeline {pipeline} is no longer in table {self.name}",
+                detail=f"Neither the tag {summaries.tag_name(pipeline)} is there, nor a snapshot "
+                "of the pipeline in the branch's history.",
+                hint="Make the tag again at the pipeline's last snapshot, or drop the table and "
+                "start anew: it is then built from the source.",
+            )
+
+    def _progress_unless(
+        self, rolled_back: bool, metadata: Any, newest: Any
+    ) -> tuple[Progress | None, bool]:
+        """The progress of a snapshot, and whether it is forgotten: it may be after a rollback."""
+        try:
+            return self._progress(metadata, newest) if newest else None, False
+        except FrontierLost:
+            if not rolled_back:
+                raise
+            return None, True
+
+    def _past_progress(self, metadata: Any, snapshot: Any) -> Progress:
+        try:
+            return self._progress(metadata, snapshot)
+        except FrontierLost as error:
+            raise _forgotten(self.name) from error
+
+    def _progress(self, metadata: Any, snapshot: Any) -> Progress:
         summary = snapshot.summary()
-        names = (*summaries.KEYS, *summaries.side_file_keys())
-        entries = {name: summary.get(name) for name in names}
+        entries = {name: summary.get(name) for name in summaries.KEYS}
         found = {name: value for name, value in entries.items() if value is not None}
-        return summaries.from_summary(found, self.read_side_file)
+        properties = self._properties(metadata) if summaries.BOUNDS_PROPERTY in found else {}
+        return summaries.from_summary(found, properties, self.read_side_file, str(self.name))
+
+    def _properties(self, metadata: Any) -> dict[str, str]:
+        """The properties in one call: there may be many."""
+        jackson = self._jvm.org.apache.iceberg.shaded.com.fasterxml.jackson
+        text = jackson.databind.ObjectMapper().writeValueAsString(metadata.properties())
+        return dict(json.loads(text))
 
     def _global_spec_id(self) -> int:
         """The id of an unpartitioned spec, whose equality deletes reach every partition."""

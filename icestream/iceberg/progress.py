@@ -1,18 +1,31 @@
-"""Progress as it stands in a snapshot's summary: names, reading, writing.
+"""Progress as it stands in a table: names, reading, writing.
 
 The summary of every snapshot that icestream commits says which pipeline made it, under which
 generation, and which span of the source it holds. A claim (the empty commit with which a starting
 pipeline takes over) repeats the table's progress under the next generation and has no batch id,
 for it publishes no epoch.
+
+    both frontiers as JSON fit        icestream.lower, icestream.frontier
+    packed they fit                   icestream.bounds
+    else                              icestream.bounds-property names properties of the table
+
+Summaries are copied into every metadata file for as long as their snapshot lives, so that they stay
+small. What is larger lies in properties of the table that the same swap sets: neither expiry nor
+the removal of orphan files touches them. The obvious place, a file beside the metadata, is an
+orphan to every tool. Only the newest are kept; an older snapshot's frontiers matter only when
+somebody rolls the table back to it.
 """
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 
 from icestream.epoch import Epoch, Progress
-from icestream.errors import check
+from icestream.errors import FrontierLost
 from icestream.frontier import Frontier
+from icestream.iceberg.bounds import packed, unpacked
 
 PIPELINE = "icestream.pipeline"
 GENERATION = "icestream.generation"
@@ -20,21 +33,46 @@ EPOCH = "icestream.epoch"
 BATCH_ID = "icestream.batch-id"
 LOWER = "icestream.lower"
 FRONTIER = "icestream.frontier"
+BOUNDS = "icestream.bounds"
+BOUNDS_PROPERTY = "icestream.bounds-property"
 EPOCH_TABLES = "icestream.epoch-tables"
 VALID_THROUGH = "icestream.valid-through"
 DATA_FILES = "icestream.data-files"
 DELETE_FILES = "icestream.delete-files"
 REPLAYING = "icestream.replaying"
 CLAIM = "icestream.claim"
-KEYS = (PIPELINE, GENERATION, EPOCH, BATCH_ID, LOWER, FRONTIER, EPOCH_TABLES, REPLAYING)
-
-# Summaries are copied into every metadata file of the table for as long as the snapshot lives.
-FRONTIER_BYTES_MAX = 4096
+# Earlier versions kept large frontiers in files beside the metadata.
 _FILE_SUFFIX = "-file"
 _HASH_SUFFIX = "-sha256"
+_FILE_KEYS = tuple(key + end for key in (LOWER, FRONTIER) for end in (_FILE_SUFFIX, _HASH_SUFFIX))
+KEYS = (
+    *(PIPELINE, GENERATION, EPOCH, BATCH_ID, LOWER, FRONTIER, BOUNDS, BOUNDS_PROPERTY),
+    *(EPOCH_TABLES, REPLAYING, *_FILE_KEYS),
+)
+
+# What both frontiers may take in a summary, as a metadata file shows them. With everything else
+# that a snapshot adds to the metadata it stays below 2 KiB.
+SUMMARY_BYTES_MAX = 1024
+# Metastores take values of 4,000 characters.
+CHUNK_CHARACTERS = 3500
+# What all kept frontiers of a pipeline may take in a table's properties, but for the last two.
+KEPT_BYTES_MAX = 64 * 1024
+KEPT_MIN = 2
+_DIGEST_CHARACTERS = 32
 
 ReadFile = Callable[[str], bytes]
-WriteFile = Callable[[str, bytes], str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entries:
+    """What a commit writes down of its progress: in the summary, and in the table's properties."""
+
+    summary: Mapping[str, str]
+    properties: Mapping[str, str] = field(default_factory=dict)
+
+    def plus(self, summary: Mapping[str, str]) -> "Entries":
+        """The same with further entries of the summary."""
+        return Entries(summary={**self.summary, **summary}, properties=self.properties)
 
 
 def tag_name(pipeline: str) -> str:
@@ -42,57 +80,141 @@ def tag_name(pipeline: str) -> str:
     return f"icestream-{pipeline}"
 
 
-def to_summary(progress: Progress, write_file: WriteFile) -> dict[str, str]:
-    """The summary entries of a progress; a frontier too large for them goes into a side file."""
+def tagged_property(pipeline: str) -> str:
+    """The property that says that the pipeline's tag must be there."""
+    return f"icestream.{pipeline}.tagged"
+
+
+def to_entries(progress: Progress) -> Entries:
+    """What a commit writes down of a progress."""
+    bounds = _bounds_entries(progress)
     entries = {
         PIPELINE: progress.pipeline,
         GENERATION: str(progress.generation),
         EPOCH: str(progress.epoch),
         EPOCH_TABLES: str(progress.tables),
-        **_frontier_entries(LOWER, progress.lower, write_file),
-        **_frontier_entries(FRONTIER, progress.upper, write_file),
+        **bounds.summary,
     }
     if progress.replaying:
         entries[REPLAYING] = "true"
-    return entries
+    return Entries(summary=entries, properties=bounds.properties)
 
 
-def from_summary(summary: Mapping[str, str], read_file: ReadFile) -> Progress:
-    """The inverse of `to_summary`."""
+def from_summary(
+    summary: Mapping[str, str], properties: Mapping[str, str], read_file: ReadFile, table: str
+) -> Progress:
+    """The inverse of `to_entries`.
+
+    Raises `FrontierLost` when the frontiers are no longer where the summary says.
+    """
+    lower, upper = _bounds(summary, properties, read_file, table)
     return Progress(
         pipeline=summary[PIPELINE],
         generation=int(summary[GENERATION]),
         epoch=int(summary[EPOCH]),
-        lower=_frontier(LOWER, summary, read_file),
-        upper=_frontier(FRONTIER, summary, read_file),
+        lower=lower,
+        upper=upper,
         tables=int(summary[EPOCH_TABLES]),
         replaying=summary.get(REPLAYING) == "true",
     )
 
 
-def side_file_keys() -> tuple[str, ...]:
-    """The entries that stand in for a frontier kept in a side file."""
-    return tuple(key + end for key in (LOWER, FRONTIER) for end in (_FILE_SUFFIX, _HASH_SUFFIX))
+def outdated(
+    properties: Mapping[str, str], new: Entries, needed: Collection[str | None]
+) -> list[str]:
+    """The names of those properties that the commit of `new` removes: old frontiers of the same
+    pipeline. `needed` are values of `BOUNDS_PROPERTY` in summaries that must stay readable."""
+    wanted = re.compile(re.escape(_prefix(new.summary[PIPELINE])) + r"((\d+)-[0-9a-f]+)\.\d+")
+    there = {**properties, **new.properties}
+    stems = {name: match for name in there if (match := wanted.fullmatch(name))}
+    sizes: dict[str, int] = {}
+    for name, match in stems.items():
+        sizes[match[1]] = sizes.get(match[1], 0) + len(name) + len(there[name])
+    epochs = {match[1]: int(match[2]) for match in stems.values()}
+    kept = sizes.keys() & {new.summary.get(BOUNDS_PROPERTY), *needed}
+    space = KEPT_BYTES_MAX - sum(sizes[stem] for stem in kept)
+    for stem in sorted(epochs.keys() - kept, key=lambda stem: (epochs[stem], stem), reverse=True):
+        space -= sizes[stem]
+        if space < 0 and len(kept) >= KEPT_MIN:
+            break
+        kept.add(stem)
+    return sorted(name for name, match in stems.items() if match[1] not in kept)
 
 
-def _frontier_entries(key: str, frontier: Frontier, write_file: WriteFile) -> dict[str, str]:
-    text = json.dumps(frontier.to_json(), separators=(",", ":"))
-    if len(text) <= FRONTIER_BYTES_MAX:
-        return {key: text}
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    return {
-        key + _FILE_SUFFIX: write_file(f"frontier-{digest}.json", text.encode()),
-        key + _HASH_SUFFIX: digest,
+def _bounds_entries(progress: Progress) -> Entries:
+    plain = {
+        LOWER: json.dumps(progress.lower.to_json(), separators=(",", ":")),
+        FRONTIER: json.dumps(progress.upper.to_json(), separators=(",", ":")),
     }
+    if sum(len(json.dumps(text)) for text in plain.values()) <= SUMMARY_BYTES_MAX:
+        return Entries(summary=plain)
+    text = packed(progress.lower, progress.upper)
+    if len(text) <= SUMMARY_BYTES_MAX:
+        return Entries(summary={BOUNDS: text})
+    stem = f"{progress.epoch}-{_digest(text)}"
+    return Entries(
+        summary={BOUNDS_PROPERTY: stem},
+        properties={
+            f"{_prefix(progress.pipeline)}{stem}.{number}": text[start : start + CHUNK_CHARACTERS]
+            for number, start in enumerate(range(0, len(text), CHUNK_CHARACTERS))
+        },
+    )
 
 
-def _frontier(key: str, summary: Mapping[str, str], read_file: ReadFile) -> Frontier:
+def _bounds(
+    summary: Mapping[str, str], properties: Mapping[str, str], read_file: ReadFile, table: str
+) -> tuple[Frontier, Frontier]:
+    if BOUNDS in summary:
+        return unpacked(summary[BOUNDS])
+    if BOUNDS_PROPERTY in summary:
+        return unpacked(_chunks_together(summary, properties, table))
+    lower, upper = (_frontier(key, summary, read_file, table) for key in (LOWER, FRONTIER))
+    return lower, upper
+
+
+def _chunks_together(summary: Mapping[str, str], properties: Mapping[str, str], table: str) -> str:
+    stem = summary[BOUNDS_PROPERTY]
+    prefix = f"{_prefix(summary[PIPELINE])}{stem}."
+    chunks: list[str] = []
+    while (chunk := properties.get(f"{prefix}{len(chunks)}")) is not None:
+        chunks.append(chunk)
+    text = "".join(chunks)
+    if _digest(text) != stem.partition("-")[2]:
+        raise FrontierLost(
+            f"the frontier of epoch {summary[EPOCH]} is no longer in the properties of table "
+            f"{table}",
+            detail=f"Somebody removed or changed properties whose names begin with {prefix}",
+            hint="Set them again as an older metadata file of the table has them, or drop the "
+            "table and start anew: it is then built from the source.",
+        )
+    return text
+
+
+def _frontier(key: str, summary: Mapping[str, str], read_file: ReadFile, table: str) -> Frontier:
     if key in summary:
         return Frontier.from_json(json.loads(summary[key]))
-    content = read_file(summary[key + _FILE_SUFFIX])
-    digest = hashlib.sha256(content).hexdigest()
-    check(digest == summary[key + _HASH_SUFFIX], f"the side file of {key} is unchanged")
+    path = summary[key + _FILE_SUFFIX]
+    lost = FrontierLost(
+        f"the frontier of epoch {summary[EPOCH]} of table {table} lies in a file that is gone",
+        detail=f"An earlier version wrote {path}; the removal of orphan files takes such files.",
+        hint="Put the file back as it was, or drop the table and start anew: it is then built "
+        "from the source.",
+    )
+    try:
+        content = read_file(path)
+    except FileNotFoundError as error:
+        raise lost from error
+    if hashlib.sha256(content).hexdigest() != summary[key + _HASH_SUFFIX]:
+        raise lost
     return Frontier.from_json(json.loads(content))
+
+
+def _prefix(pipeline: str) -> str:
+    return f"icestream.{pipeline}.frontier."
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:_DIGEST_CHARACTERS]
 
 
 def progress_of(epoch: Epoch, pipeline: str, generation: int, tables: int) -> Progress:

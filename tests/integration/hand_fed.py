@@ -1,6 +1,6 @@
 """An Iceberg sink fed by hand: epochs of changes that a test writes down, without a source."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -40,13 +40,17 @@ class HandFed:
         spark: SparkSession,
         properties: Mapping[str, str],
         shapes: Mapping[str, TableShape],
+        *,
+        frontier: Callable[[int], Frontier] = lambda number: Frontier({"hand": (number,)}),
+        pipeline: str = PIPELINE,
         **options: Any,
     ):
         self.shapes = dict(shapes)
+        self.frontier = frontier
         given = IcebergSinkOptions(catalog=properties, **options)
         hadoop = spark._jsparkSession.sessionState().newHadoopConf()
         catalog = Catalog(spark._jvm, hadoop, properties)
-        self.sink = IcebergSink(catalog, given, PIPELINE, partial(stored_rows, spark))
+        self.sink = IcebergSink(catalog, given, pipeline, partial(stored_rows, spark))
         found = self.sink.claim(list(shapes)).values()
         self.number = max((progress.epoch for progress in found), default=0)
 
@@ -55,7 +59,7 @@ class HandFed:
     ) -> Written:
         """Have the next epoch's files written; nothing is committed."""
         self.number += 1
-        bounds = [Frontier({"hand": (number,)}) for number in (self.number - 1, self.number)]
+        bounds = [self.frontier(number) for number in (self.number - 1, self.number)]
         epoch = Epoch(number=self.number, lower=bounds[0], upper=bounds[1])
         tables = sorted({*changes, *emptied})
         for table in tables:

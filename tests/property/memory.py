@@ -1,8 +1,9 @@
 """An Iceberg catalog in memory: what `IcebergSink` needs of a catalog and its tables, and no more.
 
 Metadata is immutable and swapped as a whole, by the rule that REST catalogs follow: a commit lands
-only if the branch and the pipeline's tag still are where the committer saw them. Every call goes
-through a `Wire`, which a simulation replaces by one that loses, delays and duplicates.
+only if the branch and the pipeline's tag still are where the committer saw them, and the schema is
+the same. Every call goes through a `Wire`, which a simulation replaces by one that loses, delays
+and duplicates.
 """
 
 import itertools
@@ -14,7 +15,13 @@ from typing import Any, TypeVar
 
 from icestream import failpoints
 from icestream.epoch import Progress
-from icestream.errors import CommitConflict, CommitUnknown, IcestreamError, TargetUnavailable
+from icestream.errors import (
+    CommitConflict,
+    CommitUnknown,
+    FrontierLost,
+    IcestreamError,
+    TargetUnavailable,
+)
 from icestream.iceberg import progress as summaries
 from icestream.iceberg.catalog import Head, NewTable, TableName, WriteTarget
 from icestream.iceberg.files import FileClosed
@@ -46,6 +53,8 @@ class Prepared:
     branch: str
     tag: str
     snapshot: Snapshot
+    properties: Mapping[str, str] = field(default_factory=dict)
+    outdated: Sequence[str] = ()
 
     @property
     def snapshot_id(self) -> int:
@@ -95,11 +104,10 @@ class Wire:
 
 
 class Lake:
-    """The state that all clients share: tables by name, and side files by path."""
+    """The state that all clients share: tables by name."""
 
     def __init__(self) -> None:
         self.tables: dict[TableName, Metadata] = {}
-        self.side_files: dict[str, bytes] = {}
         self._ids = itertools.count(1)
 
     def next_id(self) -> int:
@@ -112,11 +120,16 @@ class Lake:
         for one in prepared:
             current = self.tables[one.table]
             seen = one.base if failpoints.rule_on(failpoints.RULE_SWAP) else current
-            if any(current.refs.get(r) != seen.refs.get(r) for r in (one.branch, one.tag)):
+            moved = any(current.refs.get(r) != seen.refs.get(r) for r in (one.branch, one.tag))
+            if moved or current.schema_id != seen.schema_id:
                 raise CommitConflict(f"the head of table {one.table} has changed")
             parent = seen.head(one.branch)
             snapshot = replace(one.snapshot, parent=parent.id if parent else None)
-            after[one.table] = current.with_snapshot(snapshot, one.branch, one.tag)
+            swapped = current.with_snapshot(snapshot, one.branch, one.tag)
+            properties = {**current.properties, **one.properties}
+            for name in one.outdated:
+                properties.pop(name, None)
+            after[one.table] = replace(swapped, properties=properties)
         self.tables.update(after)
 
     def foreign_commit(
@@ -228,16 +241,26 @@ class MemoryTable:
         )
         tagged = metadata.refs.get(summaries.tag_name(pipeline))
         rolled_back = tagged is not None and (newest is None or newest.id != tagged)
+        progress, forgotten = None, False
+        try:
+            progress = self._progress(newest) if newest else None
+        except FrontierLost:
+            if not rolled_back:
+                raise
+            forgotten = True
+        own = [newest, metadata.snapshots[tagged] if tagged is not None else None]
         return Head(
             uuid=metadata.uuid,
             snapshot_id=snapshot.id if snapshot else None,
             schema_id=metadata.schema_id,
             spec_id=0,
-            progress=self._progress(newest) if newest else None,
+            progress=progress,
             batch_id=newest.summary.get(summaries.BATCH_ID) if newest else None,
             claim_id=newest.summary.get(summaries.CLAIM) if newest else None,
             progress_snapshot_id=newest.id if newest else None,
             rolled_back_from=self._progress(metadata.snapshots[tagged]) if rolled_back else None,
+            forgotten=forgotten,
+            bounds=frozenset(s.summary.get(summaries.BOUNDS_PROPERTY) for s in own if s),
             metadata=metadata,
         )
 
@@ -246,11 +269,11 @@ class MemoryTable:
         head: Head,
         branch: str,
         files: Sequence[FileClosed],
-        summary: Mapping[str, str],
+        entries: summaries.Entries,
         emptied: bool = False,
     ) -> int:
-        prepared = self.prepare(head, branch, files, summary, emptied)
-        what = f"{_told(summary)} in {self.name}"
+        prepared = self.prepare(head, branch, files, entries, emptied)
+        what = f"{_told(entries.summary)} in {self.name}"
         self._wire.send(lambda: self._lake.swap([prepared]), CommitUnknown, what)
         return prepared.snapshot_id
 
@@ -259,14 +282,14 @@ class MemoryTable:
         head: Head,
         branch: str,
         files: Sequence[FileClosed],
-        summary: Mapping[str, str],
+        entries: summaries.Entries,
         emptied: bool = False,
     ) -> Prepared:
         snapshot = Snapshot(
             id=self._lake.next_id(),
             parent=None,
             operation="overwrite" if any(f.kind != "data" for f in files) else "append",
-            summary=dict(summary),
+            summary=dict(entries.summary),
             paths=[file.path for file in files],
             emptied=emptied,
         )
@@ -274,8 +297,10 @@ class MemoryTable:
             table=self.name,
             base=head.metadata,
             branch=branch,
-            tag=summaries.tag_name(summary[summaries.PIPELINE]),
+            tag=summaries.tag_name(entries.summary[summaries.PIPELINE]),
             snapshot=snapshot,
+            properties=entries.properties,
+            outdated=summaries.outdated(head.metadata.properties, entries, head.bounds),
         )
 
     def target(self, branch: str, equality_columns: Sequence[str]) -> WriteTarget:
@@ -319,13 +344,17 @@ class MemoryTable:
         self._current = self._lake.tables[self.name]
         return True
 
-    def write_side_file(self, name: str, content: bytes) -> str:
-        path = f"memory/{self.name}/metadata/{name}"
-        self._lake.side_files[path] = content
-        return path
-
     def _progress(self, snapshot: Snapshot) -> Progress:
-        return summaries.from_summary(snapshot.summary, self._lake.side_files.__getitem__)
+        return progress_in(self._current, snapshot)
+
+
+def progress_in(metadata: Metadata, snapshot: Snapshot) -> Progress:
+    """What a snapshot says is durable."""
+
+    def no_file(path: str) -> bytes:
+        raise FileNotFoundError(path)
+
+    return summaries.from_summary(snapshot.summary, metadata.properties, no_file, "memory")
 
 
 def _told(summary: Mapping[str, str]) -> str:

@@ -56,7 +56,7 @@ from icestream.sinks.iceberg import IcebergSink, IcebergSinkOptions
 from icestream.sinks.iceberg.writer import IcebergWriter
 from icestream.sources import Source, TableSplit
 from icestream.worker import Outcome, Unready
-from tests.property.memory import Lake, MemoryCatalog, Snapshot, Wire
+from tests.property.memory import Lake, MemoryCatalog, Snapshot, Wire, progress_in
 
 T = TypeVar("T")
 
@@ -510,7 +510,7 @@ class World:
             self.note(None, f"{kind} by somebody else on {name}")
             if kind == "other pipeline":
                 other = Progress(pipeline="other", generation=99, epoch=99, tables=1)
-                summary = summaries.to_summary(other, lambda path, content: path)
+                summary = summaries.to_entries(other).summary
                 self.lake.foreign_commit(name, "append", {**summary, summaries.BATCH_ID: "other"})
             else:
                 self.lake.foreign_commit(name, kind)
@@ -595,7 +595,12 @@ class World:
     def _epochs(self, table: str) -> list[tuple[Progress, Snapshot]]:
         own = [s for s in self._history(table) if s.summary.get(summaries.PIPELINE) == PIPELINE]
         published = [s for s in own if summaries.BATCH_ID in s.summary]
-        return [(summaries.from_summary(s.summary, lambda path: b""), s) for s in published]
+        return [(self._progress(table, s), s) for s in published]
+
+    def _progress(self, table: str, snapshot: Snapshot) -> Progress:
+        return progress_in(
+            self.lake.tables[TableName(namespace=(NAMESPACE,), name=table)], snapshot
+        )
 
     def _check_epochs(self, table: str) -> None:
         """Each epoch is one snapshot with exactly the changes of its span, in order."""
@@ -631,7 +636,7 @@ class World:
         for table in self.stream.tables:
             history = self._history(table)[::-1]
             own = [s for s in history if s.summary.get(summaries.PIPELINE) == PIPELINE][:1]
-            newest += [summaries.from_summary(s.summary, lambda path: b"") for s in own]
+            newest += [self._progress(table, s) for s in own]
         last = max((progress.epoch for progress in newest), default=0)
         carriers = [progress for progress in newest if progress.epoch == last]
         if last and len(carriers) != carriers[0].tables:

@@ -22,6 +22,7 @@ TREE = {
     "HistoryLost": ("NeedsOperator", 3),
     "ProgressLost": ("NeedsOperator", 3),
     "RolledBack": ("ProgressLost", 3),
+    "FrontierLost": ("ProgressLost", 3),
     "SchemaRejected": ("NeedsOperator", 3),
     "DataRejected": ("NeedsOperator", 3),
     "Broken": ("IcestreamError", 5),

@@ -213,7 +213,7 @@ class Scene:
         sink.prepare(table, lambda: SHAPE)
         path = f"{table}/before"
         self.workers.files[path] = tuple(positions)
-        summary = summaries.to_summary(progress, lambda path, content: path)
+        summary = summaries.to_entries(progress).summary
         metadata = self.lake.tables[name(table)]
         head = metadata.head("main")
         snapshot = Snapshot(

@@ -29,7 +29,7 @@ from pyiceberg.types import (
 
 from icestream import dead_letters, failpoints, metrics
 from icestream.epoch import Epoch, Progress, batch_id
-from icestream.errors import Broken, ConfigInvalid, check
+from icestream.errors import Broken, ConfigInvalid, HistoryLost, check
 from icestream.frontier import Frontier
 from icestream.iceberg import progress as summaries
 from icestream.iceberg.catalog import (
@@ -422,12 +422,21 @@ class IcebergSink:
         head = handle.head(self._pipeline, branch)
         if head.rolled_back_from is None:
             raise ConfigInvalid(f"table {self.table_name(table)} was not rolled back")
+        if replay and head.forgotten:
+            raise HistoryLost(
+                f"the epochs after the snapshot that table {table} was rolled back to cannot be "
+                "applied again",
+                detail="The table keeps large frontiers of its newest snapshots only, and that "
+                "snapshot's is not among them.",
+                hint="Run `icestream rollback --accept` to leave the undone epochs undone, or roll "
+                "the table back to a newer snapshot, or drop it and start anew.",
+            )
         older = head.progress or Progress(pipeline=self._pipeline)
         kept = replace(older, replaying=True) if replay else head.rolled_back_from
         newest = max(older.generation, head.rolled_back_from.generation)
         progress = replace(kept, generation=newest + 1)
-        summary = summaries.to_summary(progress, handle.write_side_file)
-        handle.publish(head, branch, [], {**summary, summaries.CLAIM: self._claim_id})
+        entries = summaries.to_entries(progress).plus({summaries.CLAIM: self._claim_id})
+        handle.publish(head, branch, [], entries)
         return progress
 
     def _existing(self, tables: Sequence[str]) -> dict[str, Table]:

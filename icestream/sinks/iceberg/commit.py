@@ -68,7 +68,7 @@ class CommitTable(Protocol):
         head: Head,
         branch: str,
         files: Sequence[FileClosed],
-        summary: Mapping[str, str],
+        entries: summaries.Entries,
         emptied: bool = False,
     ) -> int: ...
 
@@ -77,11 +77,9 @@ class CommitTable(Protocol):
         head: Head,
         branch: str,
         files: Sequence[FileClosed],
-        summary: Mapping[str, str],
+        entries: summaries.Entries,
         emptied: bool = False,
     ) -> Any: ...
-
-    def write_side_file(self, name: str, content: bytes) -> str: ...
 
 
 class CommitCatalog(Protocol):
@@ -123,7 +121,7 @@ def publish_epoch(table: CommitTable, commit: Commit) -> Committed:
     finds out.
     """
     started = time.monotonic()
-    summary = _summary(table, commit)
+    entries = _entries(commit)
     attempted = False
     for attempt in _attempts(commit.table):
         try:
@@ -131,7 +129,7 @@ def publish_epoch(table: CommitTable, commit: Commit) -> Committed:
             if _published(head, commit, attempted):
                 return _duplicate(commit, head, started)
             _check(head, commit)
-            snapshot_id = table.publish(head, commit.branch, commit.files, summary, commit.emptied)
+            snapshot_id = table.publish(head, commit.branch, commit.files, entries, commit.emptied)
             return _committed(commit, snapshot_id, started)
         except CommitConflict as error:
             metrics.COMMIT_CONFLICTS.labels(commit.table).inc()
@@ -154,7 +152,7 @@ def publish_together(
     whose answer was lost, are left as they are; all others are checked before any is swapped.
     """
     started = time.monotonic()
-    summary = each(commits, lambda table, commit: _summary(tables[table], commit))
+    entries = {table: _entries(commit) for table, commit in commits.items()}
     attempted = False
     for attempt in _attempts(", ".join(sorted(commits))):
         try:
@@ -169,7 +167,7 @@ def publish_together(
             }
             for table, commit in missing.items():
                 _check(heads[table], commit)
-            prepared = each(missing, _Preparing(tables, heads, summary))
+            prepared = each(missing, _Preparing(tables, heads, entries))
             if prepared:
                 catalog.publish_together(list(prepared.values()))
             return {
@@ -194,12 +192,12 @@ class _Preparing:
 
     tables: Mapping[str, CommitTable]
     heads: Mapping[str, Head]
-    summary: Mapping[str, Mapping[str, str]]
+    entries: Mapping[str, summaries.Entries]
 
     def __call__(self, table: str, commit: Commit) -> Any:
-        head, summary = self.heads[table], self.summary[table]
+        head, entries = self.heads[table], self.entries[table]
         return self.tables[table].prepare(
-            head, commit.branch, commit.files, summary, commit.emptied
+            head, commit.branch, commit.files, entries, commit.emptied
         )
 
 
@@ -218,8 +216,8 @@ def publish_claim(table: CommitTable, branch: str, claim: Progress, claim_id: st
             if found.generation >= claim.generation:
                 raise _fenced(str(table.name), found, claim.generation)
             mine = replace(found, generation=claim.generation)
-            summary = summaries.to_summary(mine, table.write_side_file)
-            table.publish(head, branch, [], {**summary, summaries.CLAIM: claim_id})
+            entries = summaries.to_entries(mine).plus({summaries.CLAIM: claim_id})
+            table.publish(head, branch, [], entries)
             return mine
         except (CommitConflict, CommitUnknown, TargetUnavailable) as error:
             attempt.failed(error)
@@ -232,6 +230,8 @@ def refuse_rollback(head: Head, table: str, pipeline: str) -> None:
         return
     lost, found = head.rolled_back_from, head.progress
     older = f"epoch {found.epoch}" if found else "before the pipeline's first epoch"
+    if head.forgotten:
+        older = "an older snapshot whose frontier is no longer kept"
     raise RolledBack(
         f"table {table} was rolled back",
         detail=f"Pipeline {pipeline} committed epoch {lost.epoch}, but the table is at {older}.",
@@ -299,18 +299,19 @@ def _fenced(table: str, found: Progress, generation: int) -> Fenced:
     )
 
 
-def _summary(table: CommitTable, commit: Commit) -> dict[str, str]:
+def _entries(commit: Commit) -> summaries.Entries:
     data_files = sum(file.kind == DATA for file in commit.files)
     delete_files = len(commit.files) - data_files
     counts = {"data": str(data_files), "delete": str(delete_files), "batch": commit.batch_id}
-    return {
-        **summaries.to_summary(commit.new, table.write_side_file),
-        summaries.BATCH_ID: commit.batch_id,
-        summaries.DATA_FILES: counts["data"],
-        summaries.DELETE_FILES: counts["delete"],
-        # A source's own labels may refer to what only the commit knows.
-        **{name: value.format_map(counts) for name, value in commit.labels.items()},
-    }
+    return summaries.to_entries(commit.new).plus(
+        {
+            summaries.BATCH_ID: commit.batch_id,
+            summaries.DATA_FILES: counts["data"],
+            summaries.DELETE_FILES: counts["delete"],
+            # A source's own labels may refer to what only the commit knows.
+            **{name: value.format_map(counts) for name, value in commit.labels.items()},
+        }
+    )
 
 
 def _committed(commit: Commit, snapshot_id: int, started: float) -> Committed:

@@ -88,7 +88,7 @@ class Scene:
 
     def publish_foreign(self, progress: Progress, batch: str | None = None) -> None:
         """Somebody commits a snapshot with icestream's keys."""
-        summary = summaries.to_summary(progress, lambda path, content: path)
+        summary = summaries.to_entries(progress).summary
         extra = {summaries.BATCH_ID: batch} if batch else {}
         self.lake.foreign_commit(NAME, "append", {**summary, **extra})
 

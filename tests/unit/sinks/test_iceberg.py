@@ -365,9 +365,8 @@ def test_a_table_that_another_run_has_filled_meanwhile_stops_the_run():
     lake = Lake()
     owner = sink(lake)
     owner.claim([])
-    rival = summaries.to_summary(
-        Progress(pipeline="p", epoch=1, upper=Frontier({"log": (5,)}), tables=1), lambda *_: ""
-    )
+    filled = Progress(pipeline="p", epoch=1, upper=Frontier({"log": (5,)}), tables=1)
+    rival = summaries.to_entries(filled).summary
     schema = new_schema(SHAPE).model_dump_json()
     MemoryCatalog(lake).create(name("t"), NewTable(schema_json=schema))
     lake.foreign_commit(name("t"), "append", rival)
@@ -536,7 +535,7 @@ def test_the_worst_error_of_several_tables_is_raised():
     commit(owner, epoch(1, 0, 5), "a", "b")
     for table, changed in (("a", {"tables": 7}), ("b", {"generation": 9})):
         progress = replace(remembered(lake, table), **changed)
-        lake.foreign_commit(name(table), "append", summaries.to_summary(progress, lambda *_: ""))
+        lake.foreign_commit(name(table), "append", summaries.to_entries(progress).summary)
     with pytest.raises(Fenced, match="taken over table b"):
         commit(owner, epoch(2, 5, 9), "a", "b")
     assert len(paths(lake, "a")) == len(paths(lake, "b")) == 1
