@@ -184,6 +184,7 @@ class Pipeline:
     def stop(self) -> None:
         """Ask the loop to end after the commit it is in; callable from any thread."""
         self._stop.set()
+        self._source.interrupt()
 
     def run(self, once: bool = False) -> None:
         """Work until stopped, or with `once` until all that is available now is committed."""

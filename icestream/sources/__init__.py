@@ -324,6 +324,10 @@ class Source(Protocol):
         """Everything before `durable` is committed and may be forgotten."""
         return None
 
+    def interrupt(self) -> None:
+        """Told, from any thread, that the run is being stopped: waits should end within seconds."""
+        return None
+
     def close(self) -> None:
         """Let go of connections."""
         return None

@@ -18,6 +18,7 @@ import sys
 import tempfile
 import threading
 import time
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -40,6 +41,7 @@ from icestream.frontier import Frontier, Position
 from icestream.schema import TableShape, parse_type
 from icestream.sources import Source, Split, SplitsLost
 from icestream.sources.postgres.backfill import (
+    LOCK_SECONDS,
     PAGE_BYTES,
     SPLIT_PAGES,
     SPLITS_PER_ROUND,
@@ -57,10 +59,16 @@ from icestream.sources.postgres.changes import (
     WalSplit,
     relation_columns,
 )
-from icestream.sources.postgres.connection import Connection, Inbox, lsn_text, parse_dsn
+from icestream.sources.postgres.connection import (
+    Connection,
+    Inbox,
+    LockTimeout,
+    lsn_text,
+    parse_dsn,
+)
 from icestream.sources.postgres.decode import TYPES_QUERY, PgType, in_binary, kinds_by_oid
 from icestream.sources.postgres.server import PgTable, Server, Slot, table_name
-from icestream.sources.postgres.wal import Segment, WalReader
+from icestream.sources.postgres.wal import SILENCE_SECONDS, Segment, Start, WalReader, Witness
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +85,12 @@ _SLOT_FREE_SECONDS_MAX = 5.0
 _SNAPSHOT_ATTEMPTS_MAX = 100
 _SPLIT_BYTES = 64 * 1024**2
 _SPLITS_MAX = 16
+# Tables that are altered just when their first copy begins make it begin anew.
+_BEGIN_ATTEMPTS_MAX = 5
 _PROTOCOL = "1"
+# The server keeps its log from the witness on. When this much has come since the last transaction
+# that was sent, because other tables are busy, a message of our own becomes the witness.
+_UNWITNESSED_BYTES_MAX = 16 * 1024**2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,6 +174,7 @@ class PostgresSource(Source):
         self._plans: dict[tuple[str, Position], tuple[PgTable, Round, str]] = {}
         self._in_binary = True
         self._target = 0
+        self._marked_at = 0
         self._first = 0
         self._initial_at = 0
         self._rows_copied = 0
@@ -168,6 +182,7 @@ class PostgresSource(Source):
         self._bar: tqdm | None = None
         self._lock = threading.RLock()
         self._closed = threading.Event()
+        self._stopping = threading.Event()
         self._watch: threading.Thread | None = None
         self._slot_danger = ""
 
@@ -251,7 +266,11 @@ class PostgresSource(Source):
         self._server.verify_publication(list(self._tables.values()))
         self._refuse_other_server(durable)
         if durable[self._wal]:
-            self._server.require_history(self._server.slot(), durable[self._wal][0])
+            needed = self._witness_of(durable[self._wal])
+            position = durable[self._wal][0]
+            self._server.require_history(
+                self._server.slot(), position, needed.at if needed else position
+            )
 
     def give_up(self, lost: SplitsLost) -> None:
         """Let go of the snapshots: someone may wait for the locks that come with them."""
@@ -320,9 +339,15 @@ class PostgresSource(Source):
         """Let the server forget what is durable."""
         position = durable[self._wal]
         if position and self._reader is not None:
-            self._reader.confirm(position[0])
+            # What has no witness yet is told with the next one: each start writes one to the log.
+            witness = self._witness_of(position)
+            self._reader.confirm(position[0], witness.at if witness else 0)
             kept = self._later.taken_at if self._later else position[0]
             self._reader.forget(min(position[0], kept))
+
+    def interrupt(self) -> None:
+        """End waits for the server soon: the run is being stopped."""
+        self._stopping.set()
 
     def close(self) -> None:
         """Let go of connections and of the spool."""
@@ -366,8 +391,28 @@ class PostgresSource(Source):
         elif self._any_gone and self._reader is None:
             self._first = self._slot_position()
         at = at.join(Frontier({self._wal: (self._first,)}))
-        self._read_stream(at[self._wal][0])
+        self._read_stream(at[self._wal])
         return at
+
+    def _witness_of(self, position: Position) -> Witness | None:
+        """The witness that a position of the stream is remembered with, if it has one.
+
+        Under other publications the server would send other transactions: then there is none.
+        """
+        if len(position) < 5 or position[4] != self._publications_hash():
+            return None
+        return Witness(at=position[1], xid=position[2], time=position[3])
+
+    def _position_behind(self, segment: Segment) -> Position:
+        """The end of a segment with its witness."""
+        witness = segment.witness
+        if witness is None:
+            return (segment.upper,)
+        told = self._publications_hash()
+        return (segment.upper, witness.at, witness.xid, witness.time, told)
+
+    def _publications_hash(self) -> int:
+        return zlib.crc32("\0".join(self._server.publications).encode())
 
     def _slot_position(self) -> int:
         """Where the slot stands, when a table that the lake has lost may have known it alone.
@@ -428,25 +473,72 @@ class PostgresSource(Source):
         slot = self._server.slot()
         if slot is not None:
             log.info("using slot %s that exists already", slot.name)
-            self._server.require_history(slot, slot.confirmed)
+            self._server.require_history(slot, slot.confirmed, slot.confirmed)
             return slot.confirmed
-        names = [(table.schema, table.relation) for table in self._tables.values()]
-        holder = Holder(self._server.dsn, names)
-        try:
-            connection, point, exported = self._server.create_slot()
+        for _ in range(_BEGIN_ATTEMPTS_MAX):
+            connection, point, exported = self._server.create_slot(self._stopping)
             # What it exports is there until the holder has taken it over.
             with connection:
-                holder.pin(exported)
-        except BaseException:
-            holder.close()
-            raise
+                holder = self._held_since(exported)
+            if holder is not None:
+                break
+        else:
+            raise SourceUnavailable("tables are altered again and again while their copy begins")
         failpoints.reach(failpoints.AFTER_SLOT)
         self._initial, self._initial_at = holder, point
         self._show_bar()
         return point
 
-    def _read_stream(self, start: int) -> None:
-        """Have a reader that serves what follows `start`."""
+    def _held_since(self, exported: str) -> Holder | None:
+        """The holder of the slot's snapshot; None, and no slot, when a table changed its layout
+        before the locks were had: its rows could not be read as of the snapshot."""
+        given = self._options.identifier_columns
+        try:
+            found = self._server.tables(list(self._tables), given, self._declared())
+            self._tables = {table.name: table for table in self._server.published(found)}
+            holder = self._hold(list(self._tables.values()), exported)
+            if self._unaltered(holder, found):
+                return holder
+        except BaseException:
+            with contextlib.suppress(IcestreamError):
+                self._server.drop_slot()
+            raise
+        log.info("a table was altered while its copy began: it begins anew")
+        self._server.drop_slot()
+        return None
+
+    def _unaltered(self, holder: Holder, tables: Sequence[PgTable]) -> bool:
+        """Whether tables are laid out as in the holder's snapshot; if not, the holder is closed."""
+        oids = {table.oid for table in tables}
+        oids |= {leaf.oid for table in tables for leaf in table.leaves}
+        same = False
+        try:
+            same = holder.layout(sorted(oids)) == self._server.layout(sorted(oids))
+        finally:
+            if not same:
+                holder.close()
+        return same
+
+    def _hold(self, tables: Sequence[PgTable], exported: str | None = None) -> Holder:
+        """Locks on tables and a snapshot; nothing is held while a lock cannot be had."""
+        names = [(table.schema, table.relation) for table in tables]
+        deadline = time.monotonic() + LOCK_SECONDS
+        while True:
+            try:
+                return Holder(self._server.dsn, names, exported)
+            except LockTimeout:
+                if time.monotonic() > deadline:
+                    raise
+            self._pause()
+
+    def _pause(self) -> None:
+        """A moment between two looks; raises when the run is being stopped."""
+        if self._stopping.wait(_POLL_SECONDS):
+            raise SourceUnavailable("the run is being stopped")
+
+    def _read_stream(self, position: Position) -> None:
+        """Have a reader that serves what follows a position."""
+        start, witness = position[0], self._witness_of(position)
         reader = self._reader
         if reader is not None:
             if reader.serves(start):
@@ -455,7 +547,11 @@ class PostgresSource(Source):
             if reader.failed is not None and not isinstance(reader.failed, SourceUnavailable):
                 raise reader.failed
         slot = self._free_slot()
-        self._server.require_history(slot, start)
+        if witness is None and len(position) > 1:
+            log.warning("the publication is another one: PostgreSQL's history is not checked")
+        silence = max(SILENCE_SECONDS, 2 * slot.sender_seconds if slot else 0)
+        begin = Start(lsn=start, witness=witness, silence_seconds=silence)
+        self._server.require_history(slot, start, begin.begin)
         self._note_slot(slot)
         if self._watch is None:
             self._watch = threading.Thread(target=self._watch_slot, name="slot", daemon=True)
@@ -464,10 +560,10 @@ class PostgresSource(Source):
         self._segments = []
         self._in_binary = self._in_binary and self._all_in_binary(self._tables.values())
         self._reader = WalReader(
-            lambda: self._open_stream(start),
+            lambda: self._open_stream(begin.begin),
             self._describe,
             self._spool_folder(),
-            start,
+            begin,
             self._bytes_max,
         )
 
@@ -508,6 +604,8 @@ class PostgresSource(Source):
             "proto_version": _PROTOCOL,
             "publication_names": names,
             "binary": "true" if self._in_binary else "false",
+            # Marks of our own are transactions that are sent, and so can be witnesses.
+            "messages": "true",
         }
         try:
             return connection, connection.start_replication(self._server.slot_name, start, options)
@@ -643,9 +741,8 @@ class PostgresSource(Source):
         fresh = self._server.tables([table.name], given, self._declared())
         self._tables[table.name] = table = self._server.published(fresh)[0]
         for _ in range(_SNAPSHOT_ATTEMPTS_MAX):
-            holder = Holder(self._server.dsn, [(table.schema, table.relation)])
+            holder = self._hold([table])
             try:
-                holder.pin()
                 seen = holder.lacks(self._reader.recent_xids())
                 settled = holder.oldest_xid() > self._added_xid
             except BaseException:
@@ -657,7 +754,7 @@ class PostgresSource(Source):
             # A transaction that we have seen is not over for others, or one that began before the
             # table was published still runs: what it did to the table would be missed.
             holder.close()
-            time.sleep(_POLL_SECONDS)
+            self._pause()
         else:
             raise SourceUnavailable(
                 f"waiting for transactions to end before table {table.name} can be copied"
@@ -749,19 +846,31 @@ class PostgresSource(Source):
             self._segments = self._reader.segments()
             behind = [segment for segment in self._segments if segment.upper > position]
             if isinstance(self._reader.failed, _TextNeeded) and not behind:
-                self._read_stream(position)
+                self._read_stream(at[self._wal])
                 continue
             if self._reader.failed is not None and not behind:
                 raise self._reader.failed
             if behind or position >= until:
-                return [at.join(Frontier({self._wal: (s.upper,)})) for s in behind]
+                self._renew_witness()
+                ends = [self._position_behind(segment) for segment in behind]
+                return [at.join(Frontier({self._wal: end})) for end in ends]
             if time.monotonic() > deadline:
                 raise SourceUnavailable(
                     f"PostgreSQL at {self._server.dsn} sends no changes",
                     detail=f"The stream is at {lsn_text(position)}, and has yet to reach "
                     f"{lsn_text(until)}.",
                 )
-            time.sleep(_POLL_SECONDS)
+            self._pause()
+
+    def _renew_witness(self) -> None:
+        """Have a witness near the stream's end, so that the server need not keep its log for an
+        old one; nothing is written to the log of a server that is idle."""
+        assert self._reader is not None
+        unwitnessed = self._reader.unwitnessed_bytes()
+        if unwitnessed > _UNWITNESSED_BYTES_MAX and self._reader.sent_lsn >= self._marked_at:
+            # What fails here fails again where changes are read, and is told there.
+            with contextlib.suppress(IcestreamError):
+                self._marked_at = self._server.mark()
 
     @property
     def _relations(self) -> Sequence[Relation]:
@@ -865,7 +974,16 @@ class PostgresSource(Source):
         while not self._closed.wait(_SLOT_SECONDS):
             # A server that does not answer is told of where changes are read.
             with contextlib.suppress(IcestreamError):
+                self._yield_locks()
                 self._note_slot(self._server.slot())
+
+    def _yield_locks(self) -> None:
+        """Let go of a copy's locks that someone waits for, whatever the copy itself waits for."""
+        later = self._later
+        for holder in (self._initial, later.holder if later else None):
+            if holder is not None and self._server.blocks(holder.pid, LOCK_SECONDS):
+                log.info("someone waits for a lock of the copy: it goes on with another snapshot")
+                holder.close()
 
     def _note_slot(self, slot: Slot | None) -> None:
         """The slot's lag as a metric, and a warning before the server gives it up."""

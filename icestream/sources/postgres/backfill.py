@@ -1,9 +1,12 @@
 """The first copy of a table: page ranges of one pinned snapshot, read by workers.
 
 A holder session keeps the exported snapshot alive and holds ACCESS SHARE locks, so that no
-TRUNCATE or rewrite empties the table under the readers. Tables are cut into ranges of pages
-(`ctid`), the last one open-ended; a round of ranges of one table is one epoch. A round never spans
-tables, so that an epoch of a copy can never be committed in part.
+TRUNCATE or rewrite empties the table under the readers. It never waits while it holds a lock: whom
+it waits for may wait for that lock, and the server would not see it.
+
+Tables are cut into ranges of pages (`ctid`), the last one open-ended; a round of ranges of one
+table is one epoch. A round never spans tables, so that an epoch of a copy can never be committed in
+part.
 
 Two kinds of rounds differ in what their snapshot is:
 
@@ -49,6 +52,18 @@ select exists (
   select from pg_catalog.pg_locks
   where relation::int8 = any(:oids) and not granted
     and waitstart < clock_timestamp() - make_interval(secs => :seconds))
+"""
+# What changes when a table is rewritten, truncated, altered, or gets or loses a partition.
+LAYOUT = """
+select 'table', c.oid::int8, 0, c.xmin::text, c.relfilenode::int8
+from pg_catalog.pg_class c where c.oid::int8 = any(:oids)
+union all
+select 'column', a.attrelid::int8, a.attnum, a.xmin::text, 0
+from pg_catalog.pg_attribute a where a.attrelid::int8 = any(:oids) and a.attnum > 0
+union all
+select 'child', i.inhrelid::int8, 0, i.xmin::text, i.inhparent::int8
+from pg_catalog.pg_inherits i where i.inhparent::int8 = any(:oids)
+order by 1, 2, 3
 """
 _XID_MASK = 0xFFFFFFFF
 _INVALID_SNAPSHOT = ("22023", "42704")
@@ -133,25 +148,29 @@ def shares(ranges: Sequence[PageRange], count: int) -> list[list[PageRange]]:
 
 
 class Holder:
-    """The session that keeps a snapshot and locks for as long as a copy reads."""
+    """The session that keeps a snapshot and locks for as long as a copy reads.
 
-    def __init__(self, dsn: Dsn, tables: Sequence[tuple[str, str]]):
+    The locks are had at once, or `LockTimeout` is raised. The snapshot is the `exported` one, which
+    is older than the locks, or a new one, which is younger.
+    """
+
+    def __init__(self, dsn: Dsn, tables: Sequence[tuple[str, str]], exported: str | None = None):
         self._connection = Connection(dsn)
-        self.snapshot = ""
         try:
+            self.pid = int(self._connection.one("SELECT pg_backend_pid()"))
             self._connection.rows("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
-            # Locking needs no snapshot of its own, so one can still be imported afterwards.
-            for names in tables:
-                self._connection.rows(f"LOCK TABLE {quoted(*names)} IN ACCESS SHARE MODE")
+            if exported is not None:
+                self._connection.rows(f"SET TRANSACTION SNAPSHOT '{exported}'")
+            names = ", ".join(quoted(*table) for table in tables)
+            self._connection.rows(f"LOCK TABLE {names} IN ACCESS SHARE MODE NOWAIT")
+            self.snapshot = str(self._connection.one("SELECT pg_export_snapshot()"))
         except BaseException:
             self._connection.close()
             raise
 
-    def pin(self, exported: str | None = None) -> None:
-        """Take a snapshot, or adopt an exported one, and export it from here."""
-        if exported is not None:
-            self._connection.rows(f"SET TRANSACTION SNAPSHOT '{exported}'")
-        self.snapshot = str(self._connection.one("SELECT pg_export_snapshot()"))
+    def layout(self, oids: Sequence[int]) -> list[list[object]]:
+        """How tables were laid out when the snapshot was taken: see `LAYOUT`."""
+        return self._connection.rows(LAYOUT, oids=list(oids))
 
     def lacks(self, xids: set[int]) -> bool:
         """Whether any of these transactions, as the stream names them, is not in the snapshot."""

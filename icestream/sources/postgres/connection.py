@@ -13,7 +13,7 @@ import socket
 import ssl
 import struct
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 from urllib.parse import parse_qsl, unquote, urlsplit
@@ -42,10 +42,15 @@ _SESSION = {
     "extra_float_digits": "1",
     "bytea_output": "hex",
     "statement_timeout": "0",
-    "lock_timeout": "0",
+    "lock_timeout": "10s",
     "idle_in_transaction_session_timeout": "0",
 }
 _CONNECT_SECONDS = 20.0
+# Longest silence of a server that owes an answer or rows; waits that may be longer are not left to
+# the socket.
+_ANSWER_SECONDS_MAX = 600.0
+_ANSWER_POLL_SECONDS = 0.2
+_NETWORK = ("keepalives_idle", "keepalives_interval", "keepalives_count", "tcp_user_timeout")
 _SSL_REQUEST = struct.pack(">ii", 8, 80877103)
 _SSL_MODES = ("disable", "allow", "prefer", "require", "verify-ca", "verify-full")
 _INBOX_BYTES = 8 * 1024**2
@@ -58,7 +63,11 @@ _REFUSED_CODES = ("28", "3D")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dsn:
-    """Where a PostgreSQL is and who signs on; the password is never shown."""
+    """Where a PostgreSQL is and who signs on; the password is never shown.
+
+    A host that is gone without a word is noticed by the system: it asks after `keepalives_idle`
+    seconds of silence, and waits `tcp_user_timeout` milliseconds for what it sent to arrive.
+    """
 
     host: str = "localhost"
     port: int = 5432
@@ -70,6 +79,10 @@ class Dsn:
     sslcert: str = ""
     sslkey: str = ""
     connect_seconds: float = _CONNECT_SECONDS
+    keepalives_idle: int = 30
+    keepalives_interval: int = 10
+    keepalives_count: int = 3
+    tcp_user_timeout: int = 60_000
     application_name: str = "icestream"
 
     def __str__(self) -> str:
@@ -82,16 +95,19 @@ def parse_dsn(text: str) -> Dsn:
         given = _from_url(text) if "://" in text else _from_words(text)
         port = int(given.get("port") or os.environ.get("PGPORT") or 5432)
         seconds = float(given.get("connect_timeout") or _CONNECT_SECONDS)
+        network: dict[str, Any] = {n: int(given[n]) for n in _NETWORK if given.get(n)}
     except ValueError as error:
         raise _not_a_dsn() from error
     known = {"host", "port", "dbname", "user", "password", "connect_timeout", "application_name"}
     tls = {"sslmode", "sslrootcert", "sslcert", "sslkey"}
+    allowed = known | tls | set(_NETWORK)
     for name in given:
-        if name not in known | tls:
+        if name not in allowed:
             raise ConfigInvalid(
                 f"the DSN has a parameter {name} that is not known",
-                hint=f"Known: {', '.join(sorted(known | tls))}.",
+                hint=f"Known: {', '.join(sorted(allowed))}.",
             )
+    secured: dict[str, Any] = {name: given[name] for name in tls - {"sslmode"} if name in given}
     user = given.get("user") or os.environ.get("PGUSER") or getpass.getuser()
     password = given.get("password") or os.environ.get("PGPASSWORD", "")
     keep_secret(password)
@@ -108,7 +124,8 @@ def parse_dsn(text: str) -> Dsn:
         password=password,
         sslmode=mode,
         connect_seconds=seconds,
-        **{name: given[name] for name in ("sslrootcert", "sslcert", "sslkey") if name in given},
+        **network,
+        **secured,
     )
 
 
@@ -165,15 +182,15 @@ class Connection:
                 password=dsn.password or None,
                 application_name=dsn.application_name,
                 replication="database" if replication else None,
-                startup_params=dict(_SESSION),
+                # A slot's creation waits for transactions as for locks: see `answer`.
+                startup_params=_SESSION | ({"lock_timeout": "0"} if replication else {}),
                 sock=self._socket,
                 ssl_context=False,  # Done already, as the DSN wants it.
             )
         except Exception as error:
             self._socket.close()
             raise _translated(error, f"could not sign on to PostgreSQL at {dsn}") from error
-        # Signing on is bounded in time, but a query may take as long as it takes.
-        self._socket.settimeout(None)
+        self._socket.settimeout(_ANSWER_SECONDS_MAX)
         self._inbox = Inbox(self._socket)
 
     def __enter__(self) -> Self:
@@ -192,6 +209,23 @@ class Connection:
     def one(self, sql: str, **parameters: Any) -> Any:
         """The only value of the only row."""
         return self.rows(sql, **parameters)[0][0]
+
+    def answer(self, command: str, waiting: Callable[[], None]) -> list[list[str]]:
+        """The rows, as text, that a command gives; without parameters.
+
+        `waiting` is called several times a second until they come, and may raise.
+        """
+        self.send_query(command)
+        found: list[list[str]] = []
+        while True:
+            while self._inbox.peek() is None and not self._inbox.ready(_ANSWER_POLL_SECONDS):
+                waiting()
+            kind, body = self._inbox.message()
+            self._refuse_error(kind, body)
+            if kind == ord("D"):
+                found.append(_text_row(body))
+            elif kind == ord("Z"):
+                return found
 
     def copy(self, query: str, columns: int, texts: Collection[int]) -> Iterator[Tuples]:
         """The rows of a query in binary form, some megabytes at a time.
@@ -228,11 +262,12 @@ class Connection:
         body = sql.encode() + b"\0"
         self._send(b"Q" + struct.pack(">i", len(body) + 4) + body)
 
-    def send_status(self, confirmed: int, reply: bool) -> None:
-        """Tell the server up to where all is durable; callable while another thread reads."""
+    def send_status(self, received: int, confirmed: int, reply: bool) -> None:
+        """Tell the server what has come and up to where all is durable (0: not said); callable
+        while another thread reads."""
         # The server's clock starts in 2000; nobody looks at the time but monitoring.
         now = int((time.time() - 946_684_800) * 1_000_000)
-        body = struct.pack(">cqqqqb", b"r", confirmed, confirmed, confirmed, now, reply)
+        body = struct.pack(">cqqqqb", b"r", received, confirmed, confirmed, now, reply)
         self._send(b"d" + struct.pack(">i", len(body) + 4) + body)
 
     def close(self) -> None:
@@ -300,7 +335,10 @@ class Inbox:
         """Whether something can be received within this time."""
         if isinstance(self._socket, ssl.SSLSocket) and self._socket.pending():
             return True
-        return bool(select.select([self._socket], [], [], seconds)[0])
+        # Not `select`: it knows no descriptor above 1023.
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return bool(poll.poll(seconds * 1000))
 
     def message(self) -> tuple[int, bytes]:
         """The next whole message: its kind and body."""
@@ -361,7 +399,7 @@ def _open_socket(dsn: Dsn) -> socket.socket:
             return local
         plain = socket.create_connection((dsn.host, dsn.port), dsn.connect_seconds)
         plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        plain.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        _notice_silence(plain, dsn)
         return _secured(plain, dsn)
     except ssl.SSLError as error:
         raise ConfigInvalid(
@@ -375,6 +413,20 @@ def _open_socket(dsn: Dsn) -> socket.socket:
             detail=f"{error.strerror or error}.",
             hint="Check host and port in the DSN, and that the server is running.",
         ) from error
+
+
+def _notice_silence(plain: socket.socket, dsn: Dsn) -> None:
+    """Have the system find out that the other side is gone, where it can be told when."""
+    plain.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    wanted = {
+        "TCP_KEEPIDLE": dsn.keepalives_idle,
+        "TCP_KEEPINTVL": dsn.keepalives_interval,
+        "TCP_KEEPCNT": dsn.keepalives_count,
+        "TCP_USER_TIMEOUT": dsn.tcp_user_timeout,
+    }
+    for name, value in wanted.items():
+        if value > 0 and hasattr(socket, name):
+            plain.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def _secured(plain: socket.socket, dsn: Dsn) -> socket.socket:
@@ -396,6 +448,17 @@ def _secured(plain: socket.socket, dsn: Dsn) -> socket.socket:
     if dsn.sslcert:
         context.load_cert_chain(dsn.sslcert, dsn.sslkey or None)
     return context.wrap_socket(plain, server_hostname=dsn.host)
+
+
+def _text_row(body: bytes) -> list[str]:
+    """The values of a row in text form; null is the empty text."""
+    count, place, values = struct.unpack_from(">h", body)[0], 2, []
+    for _ in range(count):
+        length = struct.unpack_from(">i", body, place)[0]
+        place += 4
+        values.append(body[place : place + max(0, length)].decode())
+        place += max(0, length)
+    return values
 
 
 def _fields(body: bytes) -> dict[str, str]:

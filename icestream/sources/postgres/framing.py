@@ -36,7 +36,11 @@ class State(IntEnum):
 
     `COMMIT_LSN` and `XID` belong to the transaction that is open (`INSIDE`), `END_LSN` and `TIME`
     to the last whole one; `ROWS_WHOLE` of the `ROWS` in the buffer belong to whole ones. `TORN`
-    says that rows of the open one were written out already.
+    says that rows of the open one were written out already. `LAST_LSN` and `LAST_XID` are the last
+    whole one's commit record and id.
+
+    Rows of transactions before `FLOOR` are passed over: they are durable. The caller is shown the
+    beginning of each such transaction, and of every one while `AWAITED` is not 0.
     """
 
     COMMIT_LSN = 0
@@ -51,11 +55,16 @@ class State(IntEnum):
     BYTES = 9
     TRANSACTIONS = 10
     TORN = 11
+    LAST_LSN = 12
+    LAST_XID = 13
+    FLOOR = 14
+    AWAITED = 15
 
 
 # Compiled code knows numbers, not names.
 _COMMIT_LSN, _ROWS, _ROWS_WHOLE, _END_LSN, _SENT_LSN, _REPLY, *_others = map(int, State)
-_XID, _INSIDE, _TIME, _BYTES, _TRANSACTIONS, _TORN = _others
+_XID, _INSIDE, _TIME, _BYTES, _TRANSACTIONS, _TORN, *_latest = _others
+_LAST_LSN, _LAST_XID, _FLOOR, _AWAITED = _latest
 _NEED_MORE, _MESSAGE, _FULL, _ENDED, _DAMAGED = map(int, Stop)
 # What is known of each table, by its place in the sorted oids: its number (-1: of no interest),
 # and where its key's columns begin in a list of them all.
@@ -173,7 +182,7 @@ def _take_row(
     if found >= relations.size or relations[found] != oid:
         return _MESSAGE
     slot = slots[found]
-    if slot < 0:
+    if slot < 0 or state[_COMMIT_LSN] < state[_FLOOR]:
         return _NEED_MORE
     row, used, length = state[_ROWS], state[_BYTES], end - at
     if row >= rows.shape[1] or used + length > content.size:
@@ -226,12 +235,16 @@ def walk(raw: Bytes, state: Numbers, tables: Tables, buffer: Buffer) -> tuple[in
             state[_SENT_LSN] = max(state[_SENT_LSN], int64(pointer(raw), body + 1))
             state[_REPLY] |= raw[body + 17]
         elif kind == ord("B"):
+            if state[_AWAITED] or int64(pointer(raw), at + 1) < state[_FLOOR]:
+                return place, _MESSAGE
             state[_COMMIT_LSN] = int64(pointer(raw), at + 1)
             state[_XID] = int32(pointer(raw), at + 17) & _UNSIGNED
             state[_INSIDE] = 1
         elif kind == ord("C"):
             state[_END_LSN] = int64(pointer(raw), at + 10)
             state[_TIME] = int64(pointer(raw), at + 18)
+            state[_LAST_LSN] = state[_COMMIT_LSN]
+            state[_LAST_XID] = state[_XID]
             state[_ROWS_WHOLE] = state[_ROWS]
             state[_INSIDE] = 0
             xids[state[_TRANSACTIONS] % xids.size] = state[_XID]
@@ -241,6 +254,8 @@ def walk(raw: Bytes, state: Numbers, tables: Tables, buffer: Buffer) -> tuple[in
             refused = _take_row(raw, (at, end), state, tables, buffer)
             if refused != _NEED_MORE:
                 return place, refused
+        elif kind == ord("M"):
+            pass  # Only the transaction around a message counts.
         else:
             return place, _MESSAGE
         place = end

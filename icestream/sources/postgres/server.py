@@ -4,16 +4,26 @@ Every check that fails says what to run at the server. Publications are made and
 the configuration unless the configuration names one of its own, which is then left alone.
 """
 
+import contextlib
 import difflib
 import fnmatch
+import logging
 import re
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pyiceberg.types import IcebergType
 
-from icestream.errors import ConfigInvalid, HistoryLost, NeedsOperator
-from icestream.sources.postgres.backfill import Leaf
+from icestream.errors import (
+    ConfigInvalid,
+    HistoryLost,
+    IcestreamError,
+    NeedsOperator,
+    SourceUnavailable,
+)
+from icestream.sources.postgres.backfill import LAYOUT, Leaf
 from icestream.sources.postgres.changes import RelationColumn
 from icestream.sources.postgres.connection import (
     Connection,
@@ -24,8 +34,14 @@ from icestream.sources.postgres.connection import (
     text_literal,
 )
 from icestream.sources.postgres.decode import TYPES_QUERY, PgType, kinds_by_oid
+from icestream.sources.postgres.wal import COPY_ANEW
+
+log = logging.getLogger(__name__)
 
 VERSION_MIN = 150_000
+# A slot's creation waits for transactions that write; who they are is told this often.
+_SLOT_LOOK_SECONDS = 5.0
+SLOT_SECONDS_MAX = 600.0
 # Below this share of the log that a slot may hold, someone should look.
 _SAFE_SHARE_MIN = 0.25
 _PART = re.compile(r'"((?:[^"]|"")*)"|([^".]+)')
@@ -61,6 +77,12 @@ where c.relkind = 'r' and (c.oid = :oid or c.oid in (
   select t.relid from pg_catalog.pg_partition_tree(:oid) t where t.isleaf))
 order by 1
 """
+_BLOCKS = """
+select exists (
+  select from pg_catalog.pg_locks
+  where not granted and waitstart < clock_timestamp() - make_interval(secs => :seconds)
+    and :blocker = any(pg_blocking_pids(pid)))
+"""
 _PUBLISHED = """
 select p.schemaname::text, p.tablename::text, p.attnames::text[], p.rowfilter::text
 from pg_catalog.pg_publication_tables p where p.pubname = :name
@@ -91,10 +113,16 @@ class PgTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
-    """The replication slot as the server describes it."""
+    """The replication slot as the server describes it.
+
+    `log_end` is where the server's log ends now; it speaks to a reader at least every
+    `sender_seconds`, 0 when it does not say.
+    """
 
     name: str
     confirmed: int
+    log_end: int
+    sender_seconds: float
     active: bool
     wal_status: str
     plugin: str
@@ -353,13 +381,15 @@ class Server:
             rows = connection.rows(
                 "SELECT confirmed_flush_lsn::text, active, coalesce(wal_status, 'reserved')::text, "
                 "plugin::text, coalesce(pg_wal_lsn_diff(pg_current_wal_lsn(), "
-                "confirmed_flush_lsn), 0)::bigint, safe_wal_size, database = current_database() "
+                "confirmed_flush_lsn), 0)::bigint, safe_wal_size, database = current_database(), "
+                "pg_current_wal_insert_lsn()::text, (SELECT setting::int8 FROM pg_settings "
+                "WHERE name = 'wal_sender_timeout') "
                 "FROM pg_replication_slots WHERE slot_name = :name",
                 name=self.slot_name,
             )
         if not rows:
             return None
-        confirmed, active, status, plugin, lag, safe, here = rows[0]
+        confirmed, active, status, plugin, lag, safe, here, end, sender = rows[0]
         if plugin != "pgoutput" or not here:
             raise ConfigInvalid(
                 f"slot {self.slot_name} is not one that this pipeline can use",
@@ -370,6 +400,8 @@ class Server:
         return Slot(
             name=self.slot_name,
             confirmed=parse_lsn(str(confirmed)) if confirmed else 0,
+            log_end=parse_lsn(str(end)),
+            sender_seconds=int(sender or 0) / 1000,
             active=bool(active),
             wal_status=str(status),
             plugin=str(plugin),
@@ -377,37 +409,73 @@ class Server:
             safe_bytes=None if safe is None else int(safe),
         )
 
-    def create_slot(self) -> tuple[Connection, int, str]:
-        """Create the slot; the snapshot it exports lives as long as the connection is not used."""
+    def create_slot(self, stopping: threading.Event) -> tuple[Connection, int, str]:
+        """Create the slot; the snapshot it exports lives as long as the connection is not used.
+
+        This waits for transactions that write at the moment, whatever they wait for, so the caller
+        must hold no lock.
+        """
         connection = Connection(self.dsn, replication=True)
+        pid = int(connection.one("SELECT pg_backend_pid()"))
+        wait = _SlotWait(self, pid, stopping)
         try:
-            _, point, snapshot, _ = connection.rows(
-                f"CREATE_REPLICATION_SLOT {quoted(self.slot_name)} LOGICAL pgoutput "
-                "(SNAPSHOT 'export')"
-            )[0]
-            return connection, parse_lsn(str(point)), str(snapshot)
+            command = f"CREATE_REPLICATION_SLOT {quoted(self.slot_name)} LOGICAL pgoutput"
+            rows = connection.answer(f"{command} (SNAPSHOT 'export')", wait.look)
+            return connection, parse_lsn(rows[0][1]), rows[0][2]
         except BaseException:
+            # A session that waits does not notice that its client is gone.
+            with contextlib.suppress(IcestreamError), Connection(self.dsn) as other:
+                other.rows("SELECT pg_terminate_backend(:pid)", pid=pid)
             connection.close()
             raise
 
-    def require_history(self, slot: Slot | None, durable: int) -> None:
-        """Refuse to go on when the server no longer has what follows a position."""
+    def drop_slot(self) -> None:
+        """Drop the slot: nothing was read from it."""
+        with Connection(self.dsn) as connection:
+            connection.rows(f"SELECT pg_drop_replication_slot({text_literal(self.slot_name)})")
+
+    def layout(self, oids: Sequence[int]) -> list[list[object]]:
+        """How tables are laid out now: see `LAYOUT`."""
+        with Connection(self.dsn) as connection:
+            return connection.rows(LAYOUT, oids=list(oids))
+
+    def blockers(self, pid: int) -> list[int]:
+        """The processes that a process waits for."""
+        with Connection(self.dsn) as connection:
+            return [int(each) for each in connection.one("SELECT pg_blocking_pids(:p)", p=pid)]
+
+    def blocks(self, pid: int, seconds: float) -> bool:
+        """Whether someone has waited for so long for a lock that a process holds."""
+        with Connection(self.dsn) as connection:
+            return bool(connection.one(_BLOCKS, blocker=pid, seconds=seconds))
+
+    def require_history(self, slot: Slot | None, durable: int, needed: int) -> None:
+        """Refuse to go on when the server no longer has what follows a position.
+
+        `needed` is the place from which on the server must send: that of the position's witness,
+        or the position itself.
+        """
         lost = None
         if slot is None:
             lost = "The slot does not exist: it was dropped, or the server is a restored copy."
         elif slot.wal_status == "lost":
             lost = "The server has removed log files that the slot needed (max_slot_wal_keep_size)."
-        elif slot.confirmed > durable:
+        elif slot.log_end < durable:
             lost = (
-                f"The slot was moved on to {lsn_text(slot.confirmed)}, "
-                f"while the lake is at {lsn_text(durable)}."
+                f"The server's log ends at {lsn_text(slot.log_end)}: it was restored from an older "
+                "copy, or promoted before it had everything. The lake may hold rows that the "
+                "server never had."
+            )
+        elif slot.confirmed > needed:
+            lost = (
+                f"The slot was moved on to {lsn_text(slot.confirmed)} by someone else; the lake "
+                f"needs it at {lsn_text(needed)} or before."
             )
         if lost:
             raise HistoryLost(
                 f"PostgreSQL no longer has the changes that follow {lsn_text(durable)}",
                 detail=f"Slot {self.slot_name}. {lost}",
-                hint="Drop the slot if it is still there, drop the pipeline's Iceberg tables, and "
-                "start again: all tables are copied anew.",
+                hint=COPY_ANEW,
             )
 
     def mark(self) -> int:
@@ -416,6 +484,34 @@ class Server:
             connection.rows("SET synchronous_commit = 'local'")
             text = connection.one("SELECT pg_logical_emit_message(true, 'icestream', '')::text")
             return parse_lsn(str(text))
+
+
+class _SlotWait:
+    """Watches a slot's creation: who holds it up is told, and it ends in time."""
+
+    def __init__(self, server: Server, pid: int, stopping: threading.Event):
+        self._server = server
+        self._pid = pid
+        self._stopping = stopping
+        self._began = self._looked = time.monotonic()
+
+    def look(self) -> None:
+        """Raise when it is time to give up."""
+        now = time.monotonic()
+        name = self._server.slot_name
+        if self._stopping.is_set():
+            raise SourceUnavailable(f"the run was stopped before slot {name} was created")
+        if now - self._looked < _SLOT_LOOK_SECONDS:
+            return
+        self._looked = now
+        pids = ", ".join(map(str, self._server.blockers(self._pid))) or "unknown"
+        if now - self._began > SLOT_SECONDS_MAX:
+            raise SourceUnavailable(
+                f"slot {name} could not be created in {SLOT_SECONDS_MAX:.0f} s",
+                detail=f"It waits for the transactions of server processes {pids} to end.",
+                hint="End them with pg_terminate_backend, or wait: it is tried again.",
+            )
+        log.warning("slot %s waits for the transactions of server processes %s", name, pids)
 
 
 def _matches(pattern: str, schema: str, relation: str) -> bool:

@@ -9,6 +9,12 @@ durable, and the server's keep-alives are answered however long an epoch takes t
 
 A position is an LSN. A transaction belongs to the span `[lower, upper)` that its commit record
 lies in, and the end of a commit record is a valid upper bound.
+
+An LSN alone does not tell in which state the server is: a restored copy of it writes other changes
+at the same places. So a position is remembered with its witness, the last transaction that came
+before it. The server is told only that what comes before the witness is durable. It therefore
+sends the witness once more at the next start, and nothing between it and the position. When
+anything else comes, the server's history is not the lake's.
 """
 
 import logging
@@ -18,6 +24,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +40,7 @@ from icestream.errors import (
     SourceUnavailable,
 )
 from icestream.sources.postgres.changes import MOVED_IN, MOVED_OUT, Relation
-from icestream.sources.postgres.connection import Connection, Inbox, server_error
+from icestream.sources.postgres.connection import Connection, Inbox, lsn_text, server_error
 from icestream.sources.postgres.framing import SHARES, State, Stop, gather, walk
 
 log = logging.getLogger(__name__)
@@ -46,6 +53,8 @@ _SHARED_BYTES_MIN = 4 * 1024**2
 # Segments that may wait to be taken, so that reading goes on while an epoch is written.
 _SEGMENTS_WAITING = 4
 _STATUS_SECONDS = 5.0
+# The server is asked for an answer with every status; one that says nothing for so long is gone.
+SILENCE_SECONDS = 120.0
 _POLL_SECONDS = 0.2
 _XIDS_KEPT = 1 << 16
 _SPOOL_SCHEMA = pa.schema(
@@ -58,6 +67,38 @@ _SPOOL_SCHEMA = pa.schema(
     ]
 )
 _EPOCH_2000 = 946_684_800
+COPY_ANEW = (
+    "Drop the slot if it is still there, drop the pipeline's Iceberg tables, and start again: all "
+    "tables are copied anew."
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Witness:
+    """A transaction that the server sent: its commit record's place, its id, its time in
+    microseconds since 2000."""
+
+    at: int
+    xid: int
+    time: int
+
+    def __str__(self) -> str:
+        when = datetime.fromtimestamp(self.time / 1e6 + _EPOCH_2000, UTC)
+        return f"transaction {self.xid} at {lsn_text(self.at)}, committed {when:%Y-%m-%d %H:%M:%S}Z"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """Where reading goes on, and for how long the server may be silent before it is given up."""
+
+    lsn: int
+    witness: Witness | None = None
+    silence_seconds: float = SILENCE_SECONDS
+
+    @property
+    def begin(self) -> int:
+        """From where on the server is asked to send."""
+        return self.witness.at if self.witness else self.lsn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +122,7 @@ class Segment:
     moved: set[int] = field(default_factory=set)
     truncated: dict[int, tuple[int, int]] = field(default_factory=dict)
     committed_at: float = 0.0
+    witness: Witness | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -97,7 +139,8 @@ class WalReader:
     """Reads the stream in a thread of its own and hands out whole segments.
 
     `describe` turns a relation message into a `Relation`, or None for a table of no interest. At
-    most `bytes_max` bytes wait in closed segments before reading pauses.
+    most `bytes_max` bytes wait in closed segments before reading pauses. The stream that `connect`
+    opens begins where `start` says, and must show its witness before anything else.
     """
 
     def __init__(
@@ -105,21 +148,25 @@ class WalReader:
         connect: Callable[[], tuple[Connection, Inbox]],
         describe: Callable[[bytes], Relation | None],
         folder: Path,
-        start: int,
+        start: Start,
         bytes_max: int,
     ):
         self.relations: list[Relation] = []
-        self.sent_lsn = start
+        self.sent_lsn = start.lsn
         self._connect = connect
         self._describe = describe
         self._folder = folder
         self._bytes_max = bytes_max
         self._segment_bytes_max = bytes_max // _SEGMENTS_WAITING
-        self._confirmed = start
+        self._durable = start.lsn
+        self._confirmed = start.begin
+        self._start = start
         self._known: dict[int, int] = {}
         self._rows = np.empty((7, _BUFFER_ROWS), dtype=np.int64)
         self._content = np.empty(_BUFFER_BYTES, dtype=np.uint8)
-        self._state = np.zeros(12, dtype=np.int64)
+        self._state = np.zeros(len(State), dtype=np.int64)
+        self._state[State.FLOOR] = start.lsn
+        self._state[State.AWAITED] = start.witness.at if start.witness else 0
         self._xids = np.zeros(_XIDS_KEPT, dtype=np.int64)
         self._truncates: list[tuple[int, int, int]] = []
         self._seq = 0
@@ -130,7 +177,7 @@ class WalReader:
         self._wake = threading.Condition(self._lock)
         self.failed: IcestreamError | None = None
         self._stopped = False
-        self._open = self._new_segment(start)
+        self._open = self._new_segment(start.lsn)
         self._tables_changed()
         self._connection, self._inbox = connect()
         self._thread = threading.Thread(target=self._run, name="wal", daemon=True)
@@ -159,11 +206,19 @@ class WalReader:
             count = min(int(self._state[State.TRANSACTIONS]), _XIDS_KEPT)
             return {int(xid) for xid in self._xids[:count]}
 
-    def confirm(self, durable: int) -> None:
-        """Everything before `durable` is committed: tell the server, and forget it here."""
+    def confirm(self, durable: int, witness: int) -> None:
+        """Everything before `durable` is committed: let the server forget what is before the
+        witness of that."""
         with self._lock:
-            self._confirmed = max(self._confirmed, durable)
+            self._durable = max(self._durable, durable)
+            self._confirmed = max(self._confirmed, witness)
             self._wake.notify_all()
+
+    def unwitnessed_bytes(self) -> int:
+        """How much of the log has come since the last transaction that was sent."""
+        with self._lock:
+            last = int(self._state[State.LAST_LSN]) or self._start.lsn
+            return max(0, self.sent_lsn - last)
 
     def forget(self, before: int) -> None:
         """Remove the files of segments that end at or before this position."""
@@ -217,26 +272,40 @@ class WalReader:
     def _read(self) -> None:
         told = time.monotonic() - _STATUS_SECONDS
         confirmed = -1
+        heard = time.monotonic()
         while True:
             with self._lock:
                 if self._stopped:
                     return
                 # What is durable may be kept for a copy's round, which waits for what follows.
-                waiting = [s.size_bytes for s in self._closed if s.upper > self._confirmed]
+                waiting = [s.size_bytes for s in self._closed if s.upper > self._durable]
                 full = sum(waiting) > self._bytes_max
                 if full:
                     self._wake.wait(_POLL_SECONDS)
                 due = time.monotonic() - told >= _STATUS_SECONDS
                 moved, reply = self._confirmed != confirmed, bool(self._state[State.REPLY])
                 confirmed = self._confirmed
-            if due or moved or reply:
-                self._connection.send_status(confirmed, reply=due)
-                self._state[State.REPLY] = 0
+            received = max(confirmed, int(self._state[State.SENT_LSN]))
+            if due or moved:
+                self._connection.send_status(received, confirmed, reply=due)
                 told = time.monotonic()
-            if not full and self._inbox.ready(_POLL_SECONDS):
+            if reply:
+                # A server that shuts down asks until all that it sent is flushed, or, by one who
+                # does not say what is flushed, received. What is durable is told at other times.
+                self._connection.send_status(received, 0, reply=False)
+                self._state[State.REPLY] = 0
+            if full:
+                heard = time.monotonic()
+            elif self._inbox.ready(_POLL_SECONDS):
                 self._inbox.fill()
+                heard = time.monotonic()
                 with self._lock:
                     self._take()
+            elif time.monotonic() - heard > self._start.silence_seconds:
+                raise SourceUnavailable(
+                    "PostgreSQL is silent",
+                    detail=f"Nothing came for {self._start.silence_seconds:.0f} s.",
+                )
 
     def _take(self) -> None:
         """Take all whole messages out of the inbox."""
@@ -255,6 +324,8 @@ class WalReader:
                 self._refuse_end()
             else:
                 break
+        if 0 < self._state[State.AWAITED] < self._state[State.SENT_LSN]:
+            raise self._other_history("The server has no such transaction there.")
         if not self._state[State.INSIDE]:
             self.sent_lsn = max(self.sent_lsn, int(self._state[State.SENT_LSN]))
 
@@ -263,12 +334,35 @@ class WalReader:
         _, body = self._inbox.message()
         message = body[25:]
         kind = chr(message[0])
-        if kind == "R":
+        if kind == "B":
+            self._begin(message)
+        elif kind == "R":
             self._relation(message)
         elif kind == "T":
             self._truncate(message)
-        elif kind not in "YOM":
+        elif kind not in "YO":
             raise DataRejected(f"the change stream has a message {kind!r} that is not known")
+
+    def _begin(self, message: bytes) -> None:
+        """A transaction that must be the witness: it is awaited, or lies before the start."""
+        at, when, xid = struct.unpack_from(">qqI", message, 1)
+        found = Witness(at=at, xid=xid, time=when)
+        if found != self._start.witness or not self._state[State.AWAITED]:
+            raise self._other_history(f"The server has {found}.")
+        self._state[State.AWAITED] = 0
+        self._state[State.COMMIT_LSN], self._state[State.XID] = at, xid
+        self._state[State.INSIDE] = 1
+
+    def _other_history(self, found: str) -> HistoryLost:
+        known = f"The lake is at {lsn_text(self._start.lsn)}"
+        if self._start.witness is not None:
+            known += f", where the last change was {self._start.witness}"
+        return HistoryLost(
+            "PostgreSQL's history is not the one that the lake was made from",
+            detail=f"{known}. {found} The server was restored from an older copy, or was promoted "
+            "before it had everything: the lake may hold rows that the server never had.",
+            hint=COPY_ANEW,
+        )
 
     def _refuse_end(self) -> None:
         kind, body = self._inbox.message()
@@ -306,6 +400,8 @@ class WalReader:
         )
 
     def _truncate(self, message: bytes) -> None:
+        if self._state[State.COMMIT_LSN] < self._state[State.FLOOR]:
+            return
         count = struct.unpack_from(">i", message, 1)[0]
         oids = struct.unpack_from(f">{count}I", message, 6)
         at = int(self._state[State.COMMIT_LSN])
@@ -351,6 +447,10 @@ class WalReader:
         segment.truncated = {slot: (at, seq) for slot, at, seq in self._truncates if at < upper}
         self._truncates = [each for each in self._truncates if each[1] >= upper]
         segment.upper = upper
+        if state[State.LAST_LSN]:
+            last = (State.LAST_LSN, State.LAST_XID, State.TIME)
+            at, xid, when = (int(state[each]) for each in last)
+            segment.witness = Witness(at=at, xid=xid, time=when)
         segment.committed_at = float(state[State.TIME]) / 1e6 + _EPOCH_2000
         if segment.empty and self._closed and self._closed[-1].empty:
             # Nothing but movement: one segment that says so is enough.

@@ -1,0 +1,200 @@
+"""The source never blocks its PostgreSQL: not when it starts, not when the server wants to end."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pg8000.native
+import pytest
+
+from icestream.errors import SourceUnavailable
+from icestream.frontier import START, Frontier
+from icestream.samples.postgres import STOP_SECONDS_MAX, EmbeddedPostgres
+from icestream.sources.postgres import PostgresOptions, PostgresSource
+from tests.integration.postgres_world import session
+from tests.servers import wait_until
+
+PATIENCE_SECONDS = 120.0
+# Far above what it takes on a busy machine, far below the server's own limits.
+SOON_SECONDS = 30.0
+NAME = "harm"
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[EmbeddedPostgres]:
+    """A server of the test's own, with one table."""
+    with EmbeddedPostgres(tmp_path / "server") as server:
+        with_session(server, lambda db: db.run("create table one(id int primary key, v text)"))
+        with_session(server, lambda db: db.run("insert into one values (1, 'a')"))
+        yield server
+
+
+@pytest.fixture
+def source(server: EmbeddedPostgres) -> Iterator[PostgresSource]:
+    """A source of that table; the pipeline is left out."""
+    options = PostgresOptions(dsn=server.dsn, tables=["public.one"])
+    source = PostgresSource(options, NAME, 1024**2)
+    yield source
+    source.close()
+
+
+def with_session(server: EmbeddedPostgres, use: Callable[[pg8000.native.Connection], object]):
+    """Use a session of a client that is not icestream."""
+    db = session(server.dsn)
+    try:
+        return use(db)
+    finally:
+        with suppress(Exception):
+            db.close()
+
+
+def ask(server: EmbeddedPostgres, sql: str) -> list[list[object]]:
+    return list(with_session(server, lambda db: db.run(sql)) or [])
+
+
+class Asked(threading.Thread):
+    """The source is asked for what is next, in a thread of its own."""
+
+    def __init__(self, source: PostgresSource):
+        super().__init__(daemon=True)
+        self.source = source
+        self.bounds: list[Frontier] = []
+        self.error: Exception | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.bounds = list(self.source.available(START))
+        except Exception as error:
+            self.error = error
+
+    def done(self) -> list[Frontier]:
+        self.join(PATIENCE_SECONDS)
+        assert not self.is_alive()
+        if self.error is not None:
+            raise self.error
+        return self.bounds
+
+
+def creating(server: EmbeddedPostgres) -> bool:
+    """Whether the slot is being created and waits for someone."""
+    waits = (
+        "select 1 from pg_stat_activity where query like 'CREATE_REPL%' and wait_event is not null"
+    )
+    return bool(ask(server, waits))
+
+
+def test_transaction_that_alters_a_table_while_the_slot_waits_for_it(
+    server: EmbeddedPostgres, source: PostgresSource
+):
+    """Mend e1, P13: nothing is locked while the slot waits, so the table's owner goes on; the copy
+    begins as of a moment at which the table is as it is read."""
+    owner = session(server.dsn)
+    owner.run("begin")
+    owner.run("insert into one values (2, 'b')")
+    asked = Asked(source)
+    wait_until(lambda: creating(server), PATIENCE_SECONDS, "the slot waits")
+    owner.run("set local lock_timeout = '20s'")
+    owner.run("alter table one alter column v type varchar(9) using 'x' || v")
+    owner.run("commit")
+    owner.close()
+    bounds = asked.done()
+    assert bounds and bounds[-1].positions
+    assert source.shape("public.one").columns[1].name == "v"
+    # The locks are held now, and let go when someone wants them.
+    assert ask(
+        server,
+        "select 1 from pg_locks l join pg_class c on c.oid = l.relation "
+        "where c.relname = 'one' and l.mode = 'AccessShareLock' and l.granted",
+    )
+
+
+def test_start_that_is_stopped_while_the_slot_waits(
+    server: EmbeddedPostgres, source: PostgresSource
+):
+    """Mend e1, P13: the run ends within seconds; no session, no slot and no lock stay behind."""
+    owner = session(server.dsn)
+    owner.run("begin")
+    owner.run("insert into one values (2, 'b')")
+    asked = Asked(source)
+    wait_until(lambda: creating(server), PATIENCE_SECONDS, "the slot waits")
+    began = time.monotonic()
+    source.interrupt()
+    with pytest.raises(SourceUnavailable, match="stopped"):
+        asked.done()
+    assert time.monotonic() - began < SOON_SECONDS
+    wait_until(lambda: not creating(server), SOON_SECONDS, "the session ends")
+    assert not ask(server, "select 1 from pg_replication_slots")
+    owner.run("commit")
+    owner.close()
+
+
+def test_table_rewritten_between_the_slot_and_its_lock(
+    server: EmbeddedPostgres, source: PostgresSource, monkeypatch: pytest.MonkeyPatch
+):
+    """Mend e1, P1: readers pinned to the older snapshot would see no rows: all begins anew."""
+    hold, times = source._hold, []
+
+    def late(*arguments):  # type: ignore[no-untyped-def]
+        times.append(1)
+        if len(times) == 1:
+            ask(server, "truncate one")
+            ask(server, "insert into one values (7, 'new')")
+        return hold(*arguments)
+
+    # The truncation must come between two statements of one start: no client can aim at that.
+    monkeypatch.setattr(source, "_hold", late)
+    Asked(source).done()
+    assert len(times) == 2
+    assert len(ask(server, "select 1 from pg_replication_slots")) == 1
+
+
+def test_table_that_stays_locked(server: EmbeddedPostgres, source: PostgresSource):
+    """Mend e1, P13: the start says so in time, keeps no slot, and works once the lock is gone."""
+    owner = session(server.dsn)
+    owner.run("begin")
+    owner.run("lock table one in access exclusive mode")
+    with pytest.raises(SourceUnavailable, match="lock"):
+        Asked(source).done()
+    assert not ask(server, "select 1 from pg_replication_slots")
+    owner.run("rollback")
+    owner.close()
+    assert Asked(source).done()
+
+
+def test_server_ends_while_an_idle_source_is_connected(
+    server: EmbeddedPostgres, source: PostgresSource
+):
+    """Mend e2, P6: an orderly stop takes seconds although not all that was sent is durable, and the
+    source goes on when the server is back."""
+    at = copied(source)
+    ask(server, "create table other(id int)")
+    ask(server, "insert into other select generate_series(1, 1000)")
+    sends = "select 1 from pg_stat_replication where state = 'streaming'"
+    wait_until(lambda: bool(ask(server, sends)), PATIENCE_SECONDS, "the stream")
+    began = time.monotonic()
+    server.stop("fast")
+    assert time.monotonic() - began < STOP_SECONDS_MAX, "it ended by itself"
+    server.start()
+    ask(server, "insert into one values (2, 'b')")
+
+    def found() -> bool:
+        with suppress(SourceUnavailable):
+            return bool(source.available(at))
+        return False
+
+    wait_until(found, PATIENCE_SECONDS, "changes")
+
+
+def copied(source: PostgresSource) -> Frontier:
+    """Ask until the copies are done, as if all were committed; returns the stream's position."""
+    at = START
+    for _ in range(10):
+        bounds = source.available(at)
+        at = bounds[-1] if bounds else at
+        source.ack(at)
+        if source.caught_up(at):
+            return at
+    raise AssertionError("the copies do not end")
