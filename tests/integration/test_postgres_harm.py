@@ -12,6 +12,7 @@ import pytest
 from icestream.errors import SourceUnavailable
 from icestream.frontier import START, Frontier
 from icestream.samples.postgres import STOP_SECONDS_MAX, EmbeddedPostgres
+from icestream.sources import postgres
 from icestream.sources.postgres import PostgresOptions, PostgresSource
 from tests.integration.postgres_world import session
 from tests.servers import wait_until
@@ -186,6 +187,23 @@ def test_server_ends_while_an_idle_source_is_connected(
         return False
 
     wait_until(found, PATIENCE_SECONDS, "changes")
+
+
+def test_server_ends_while_the_source_does_not_read(
+    server: EmbeddedPostgres, source: PostgresSource, monkeypatch: pytest.MonkeyPatch
+):
+    """Mend e2: the spool is full because nothing can be committed; the stream is let go."""
+    # The time between two looks at the server would only be waited out.
+    monkeypatch.setattr(postgres, "_SLOT_SECONDS", 0.2)
+    at = copied(source)
+    for _ in range(20):
+        ask(server, "insert into one select max(id) + 1, repeat('x', 4000000) from one")
+    waits = "select 1 from pg_stat_replication where sent_lsn < pg_current_wal_lsn()"
+    wait_until(lambda: bool(source.available(at)), PATIENCE_SECONDS, "changes")
+    assert ask(server, waits), "the source reads on"
+    began = time.monotonic()
+    server.stop("fast")
+    assert time.monotonic() - began < STOP_SECONDS_MAX, "it ended by itself"
 
 
 def copied(source: PostgresSource) -> Frontier:

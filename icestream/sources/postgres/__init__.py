@@ -63,6 +63,7 @@ from icestream.sources.postgres.connection import (
     Connection,
     Inbox,
     LockTimeout,
+    NotAccepting,
     lsn_text,
     parse_dsn,
 )
@@ -972,10 +973,16 @@ class PostgresSource(Source):
     def _watch_slot(self) -> None:
         """Look at the slot from time to time, also while epochs wait: it grows old just then."""
         while not self._closed.wait(_SLOT_SECONDS):
-            # A server that does not answer is told of where changes are read.
-            with contextlib.suppress(IcestreamError):
+            try:
                 self._yield_locks()
                 self._note_slot(self._server.slot())
+            except NotAccepting:
+                # It shuts down, and would wait until all of its log is sent; we may not read now.
+                reader = self._reader
+                if reader is not None:
+                    reader.let_go()
+            except IcestreamError:
+                pass  # A server that does not answer is told of where changes are read.
 
     def _yield_locks(self) -> None:
         """Let go of a copy's locks that someone waits for, whatever the copy itself waits for."""

@@ -58,6 +58,7 @@ _MESSAGE_BYTES_MAX = 2**31
 _READY = b"Z\x00\x00\x00\x05"
 _PASSING_CODES = ("08", "53", "57", "58", "55006", "55P03", "40")
 _LOCK_TIMEOUT = "55P03"
+_NOT_ACCEPTING = "57P03"
 _REFUSED_CODES = ("28", "3D")
 
 
@@ -477,6 +478,8 @@ def server_error(fields: Mapping[str, str], message: str) -> IcestreamError:
     kind: type[IcestreamError] = PostgresError
     if code == _LOCK_TIMEOUT:
         kind = LockTimeout
+    elif code == _NOT_ACCEPTING:
+        kind = NotAccepting
     elif code.startswith(_PASSING_CODES):
         kind = SourceUnavailable
     elif code.startswith(_REFUSED_CODES):
@@ -487,6 +490,10 @@ def server_error(fields: Mapping[str, str], message: str) -> IcestreamError:
     if isinstance(error, PostgresError):
         error.code = code
     return error
+
+
+class NotAccepting(SourceUnavailable):
+    """The server takes no new sessions: it shuts down, or has yet to start up."""
 
 
 class LockTimeout(SourceUnavailable):

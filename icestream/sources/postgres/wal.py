@@ -227,6 +227,10 @@ class WalReader:
                 Path(self._closed.popleft().path).unlink(missing_ok=True)
             self._wake.notify_all()
 
+    def let_go(self) -> None:
+        """End the connection, from any thread; what has come stays, and reading fails."""
+        self._connection.close()
+
     def close(self) -> None:
         """Stop reading and remove the spool."""
         with self._lock:
