@@ -75,6 +75,7 @@ class LogSource(Source):
         self.troubles: list[Exception] = []
         self.forgotten = 0
         self.closed = 0
+        self.interrupted = threading.Event()
         self.on_empty: Callable[[], None] = lambda: None
 
     def tables(self) -> Sequence[str]:
@@ -118,6 +119,9 @@ class LogSource(Source):
 
     def ack(self, durable: Frontier) -> None:
         self.notes.append(f"ack {durable['log'][0]}")
+
+    def interrupt(self) -> None:
+        self.interrupted.set()
 
     def close(self) -> None:
         self.closed += 1
@@ -562,6 +566,22 @@ def test_a_running_pipeline_goes_on_until_it_is_stopped():
     scene.source.on_empty = look
     pipeline.run()
     assert scene.epochs("a") == [(1, [0, 1]), (2, [2, 3])]
+    assert pipeline.health.to_json()["state"] == State.ENDED
+
+
+def test_a_source_that_waits_is_told_of_the_stop():
+    """Mend e1, P13: the run ends in good order although the source waited for its server."""
+    scene = Scene("aa", [2])
+    pipeline = scene.pipeline()
+
+    def wait() -> None:
+        threading.Thread(target=pipeline.stop).start()
+        assert scene.source.interrupted.wait(60)
+        raise SourceUnavailable("the run is being stopped")
+
+    scene.source.on_empty = wait
+    pipeline.run()
+    assert scene.epochs("a") == [(1, [0, 1])]
     assert pipeline.health.to_json()["state"] == State.ENDED
 
 

@@ -416,16 +416,18 @@ class Server:
         must hold no lock.
         """
         connection = Connection(self.dsn, replication=True)
-        pid = int(connection.one("SELECT pg_backend_pid()"))
-        wait = _SlotWait(self, pid, stopping)
+        pid = 0
         try:
+            pid = int(connection.one("SELECT pg_backend_pid()"))
+            wait = _SlotWait(self, pid, stopping)
             command = f"CREATE_REPLICATION_SLOT {quoted(self.slot_name)} LOGICAL pgoutput"
             rows = connection.answer(f"{command} (SNAPSHOT 'export')", wait.look)
             return connection, parse_lsn(rows[0][1]), rows[0][2]
         except BaseException:
             # A session that waits does not notice that its client is gone.
             with contextlib.suppress(IcestreamError), Connection(self.dsn) as other:
-                other.rows("SELECT pg_terminate_backend(:pid)", pid=pid)
+                if pid:
+                    other.rows("SELECT pg_terminate_backend(:pid)", pid=pid)
             connection.close()
             raise
 
