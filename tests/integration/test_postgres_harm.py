@@ -192,7 +192,7 @@ def test_server_ends_while_an_idle_source_is_connected(
 def test_server_ends_while_the_source_does_not_read(
     server: EmbeddedPostgres, source: PostgresSource, monkeypatch: pytest.MonkeyPatch
 ):
-    """Mend e2: the spool is full because nothing can be committed; the stream is let go."""
+    """Mend e2, P13: the spool is full because nothing can be committed; the stream is let go."""
     # The time between two looks at the server would only be waited out.
     monkeypatch.setattr(postgres, "_SLOT_SECONDS", 0.2)
     at = copied(source)

@@ -102,7 +102,7 @@ def test_server_in_an_earlier_state(own: World, shell: Shell, tmp_path: Path, pr
 
 
 def test_server_restored_to_the_very_state_of_the_lake(own: World, tmp_path: Path):
-    """Mend b1: a copy that was taken after the last run has lost nothing, and is followed."""
+    """Mend b1, P12: a copy that was taken after the last run has lost nothing, and is followed."""
     one_table(own)
     own.run(ONE)
     stop(own)

@@ -78,7 +78,7 @@ def refusal(read: WalReader) -> Exception:
 
 
 def test_history_goes_on_behind_the_witness(wire: Wire, tmp_path: Path):
-    """Mend b1: the witness comes first, then what follows the start; positions name the newest."""
+    """Mend b1, P12: the witness comes first, then what follows the start; positions name the newest."""
     wire.keep_alive(900)
     truncate = b"T" + struct.pack(">ibI", 1, 0, 99)
     wire.transaction(LAST, b"M" + bytes(20), truncate)
@@ -105,7 +105,7 @@ def test_history_goes_on_behind_the_witness(wire: Wire, tmp_path: Path):
     ],
 )
 def test_another_transaction_than_the_witness(wire: Wire, tmp_path: Path, found: Witness):
-    """Mend b1: it differs in id, time or place, or lies behind the start already."""
+    """Mend b1, P12: it differs in id, time or place, or lies behind the start already."""
     wire.transaction(found)
     error = refusal(reader(wire, tmp_path))
     assert isinstance(error, HistoryLost) and "history is not the one" in str(error)
@@ -113,21 +113,21 @@ def test_another_transaction_than_the_witness(wire: Wire, tmp_path: Path, found:
 
 
 def test_log_that_passes_the_witness_without_it(wire: Wire, tmp_path: Path):
-    """Mend b1: a restored server on which only tables that nobody follows were written to."""
+    """Mend b1, P12: a restored server on which only tables that nobody follows were written to."""
     wire.keep_alive(LAST.at)
     wire.keep_alive(LAST.at + 1)
     assert isinstance(refusal(reader(wire, tmp_path)), HistoryLost)
 
 
 def test_transaction_between_the_witness_and_the_start(wire: Wire, tmp_path: Path):
-    """Mend b1: the copy had the witness, but where the lake knows of nothing there is something."""
+    """Mend b1, P12: the copy had the witness, but where the lake knows of nothing there is something."""
     wire.transaction(LAST)
     wire.transaction(Witness(at=LAST.at + 100, xid=8, time=6_000_000))
     assert isinstance(refusal(reader(wire, tmp_path)), HistoryLost)
 
 
 def test_start_without_a_witness(wire: Wire, tmp_path: Path):
-    """Mend b1: progress of an earlier version goes on, and has a witness from then on."""
+    """Mend b1, P12: progress of an earlier version goes on, and has a witness from then on."""
     newer = Witness(at=START, xid=9, time=6_000_000)
     wire.transaction(newer)
     read = reader(wire, tmp_path, None)
@@ -137,7 +137,7 @@ def test_start_without_a_witness(wire: Wire, tmp_path: Path):
 
 
 def test_server_that_asks_is_told_what_has_come(wire: Wire, tmp_path: Path):
-    """Mend e2: at its shutdown a server asks until all is received; durable is something else."""
+    """Mend e2, P13: at its shutdown a server asks until all is received; durable is something else."""
     read = reader(wire, tmp_path, None)
     wire.keep_alive(5000, reply=True)
     wait_until(lambda: (5000, 0) in wire.told, PATIENCE_SECONDS, "the answer")
@@ -148,14 +148,14 @@ def test_server_that_asks_is_told_what_has_come(wire: Wire, tmp_path: Path):
 
 
 def test_server_that_goes_deaf_is_given_up(wire: Wire, tmp_path: Path):
-    """Mend e3: the connection stands, but nobody answers."""
+    """Mend e3, P6: the connection stands, but nobody answers."""
     wire.keep_alive(900)
     error = refusal(reader(wire, tmp_path, silence_seconds=0.5))
     assert isinstance(error, SourceUnavailable) and "silent" in str(error)
 
 
 def test_descriptors_above_1023(wire: Wire):
-    """Mend e3: a process with many open files can wait for its socket."""
+    """Mend e3, P6: a process with many open files can wait for its socket."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4096)), hard))
     high = fcntl.fcntl(wire.client.fileno(), fcntl.F_DUPFD_CLOEXEC, 2000)
@@ -167,7 +167,7 @@ def test_descriptors_above_1023(wire: Wire):
 
 
 def test_sockets_notice_a_host_that_is_gone():
-    """Mend e3: keep-alives and the user timeout, by default and as the DSN says."""
+    """Mend e3, P6: keep-alives and the user timeout, by default and as the DSN says."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         plain = f"host=127.0.0.1 port={port} user=u sslmode=disable"
