@@ -78,7 +78,7 @@ def refusal(read: WalReader) -> Exception:
 
 
 def test_history_goes_on_behind_the_witness(wire: Wire, tmp_path: Path):
-    """Mend b1, P12: the witness comes first, then what follows the start; positions name the newest."""
+    """Mend b1, P12: the witness comes first; positions name the newest one."""
     wire.keep_alive(900)
     truncate = b"T" + struct.pack(">ibI", 1, 0, 99)
     wire.transaction(LAST, b"M" + bytes(20), truncate)
@@ -120,7 +120,7 @@ def test_log_that_passes_the_witness_without_it(wire: Wire, tmp_path: Path):
 
 
 def test_transaction_between_the_witness_and_the_start(wire: Wire, tmp_path: Path):
-    """Mend b1, P12: the copy had the witness, but where the lake knows of nothing there is something."""
+    """Mend b1, P12: something is where the lake knows of nothing."""
     wire.transaction(LAST)
     wire.transaction(Witness(at=LAST.at + 100, xid=8, time=6_000_000))
     assert isinstance(refusal(reader(wire, tmp_path)), HistoryLost)
@@ -137,7 +137,7 @@ def test_start_without_a_witness(wire: Wire, tmp_path: Path):
 
 
 def test_server_that_asks_is_told_what_has_come(wire: Wire, tmp_path: Path):
-    """Mend e2, P13: at its shutdown a server asks until all is received; durable is something else."""
+    """Mend e2, P13: a server that shuts down asks until all is received."""
     read = reader(wire, tmp_path, None)
     wire.keep_alive(5000, reply=True)
     wait_until(lambda: (5000, 0) in wire.told, PATIENCE_SECONDS, "the answer")
