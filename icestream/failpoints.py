@@ -2,7 +2,8 @@
 
 Nothing happens unless the environment variable `ICESTREAM_FAILPOINTS` names a point, as
 `name=action[@n]` separated by commas: `kill` ends the process as kill -9 would, `error` raises,
-`off` switches the rule of that name off. `@n` lets the first n-1 passes go by.
+`off` switches the rule of that name off. `@n` lets the first n-1 passes go by. A kill says on
+standard error where it was, so that a test can tell it from any other.
 """
 
 import os
@@ -15,6 +16,9 @@ IN_WORKER = "in-worker"
 AFTER_WRITE = "after-write"
 BEFORE_SWAP = "before-swap"
 AFTER_SWAP = "after-swap"
+# Claims are swaps too; these two stand around the swaps that publish an epoch, and no others.
+BEFORE_PUBLISH = "before-publish"
+AFTER_PUBLISH = "after-publish"
 AFTER_COMMIT = "after-commit"
 AFTER_ACK = "after-ack"
 AFTER_CLAIM = "after-claim"
@@ -31,6 +35,8 @@ PLACES = (
     AFTER_WRITE,
     BEFORE_SWAP,
     AFTER_SWAP,
+    BEFORE_PUBLISH,
+    AFTER_PUBLISH,
     AFTER_COMMIT,
     AFTER_ACK,
     AFTER_CLAIM,
@@ -38,6 +44,7 @@ PLACES = (
 RULES = (RULE_SWAP, RULE_CONTINUITY, RULE_FENCE, RULE_READ_BACK)
 
 _VARIABLE = "ICESTREAM_FAILPOINTS"
+_STANDARD_ERROR = 2
 _passes: dict[str, int] = {}
 _lock = threading.Lock()
 
@@ -56,9 +63,16 @@ def reach(name: str) -> None:
         if _passes[name] != from_pass:
             return
     if action == "kill":
+        # Past all buffers: nothing is flushed after this.
+        os.write(_STANDARD_ERROR, f"{killed_at(name, from_pass)}\n".encode())
         os.kill(os.getpid(), signal.SIGKILL)
     if action == "error":
         raise FailpointError(f"failpoint {name}")
+
+
+def killed_at(name: str, from_pass: int) -> str:
+    """What a process says on standard error before it is killed at a pass of a place."""
+    return f"killed at failpoint {name}, pass {from_pass}"
 
 
 def rule_on(name: str) -> bool:

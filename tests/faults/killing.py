@@ -24,10 +24,12 @@ from pyspark.sql import SparkSession
 from icestream import failpoints
 from icestream.errors import IcestreamError
 from icestream.spark import session
-from tests.faults.shop import KILLED, SPARK, Process, random_seed
+from tests.faults.shop import SPARK, Process, random_seed
 from tests.lake import Lake
 
 KILLS_EACH = 10
+# Runs for each kill, at most: a place that is drawn may lie beyond the work that there is.
+RUNS_EACH = 3
 
 
 class Writer(Protocol):
@@ -78,10 +80,16 @@ class Victim:
         return None
 
     def run_until_killed(self, failpoint: str) -> None:
-        """Run, be killed at a failpoint; a run that never comes there ends by itself."""
+        """Run and be killed at this failpoint; a run that never comes there is an error."""
+        assert self.run(failpoint), f"never came to {failpoint}: {self.story}"
+
+    def run(self, failpoint: str) -> bool:
+        """Run; True when it was killed at the failpoint, False when it ended by itself before."""
         ended = self._start(failpoint).wait()
-        self.story.append(f"{failpoint} {'killed' if ended.exit_code == KILLED else ''}".strip())
-        assert ended.exit_code in (0, KILLED), ended.stderr[-3000:]
+        killed = ended.killed_at(failpoint)
+        self.story.append(f"{failpoint} {'killed' if killed else ''}".strip())
+        assert killed or ended.exit_code == 0, f"{self.story}: {ended.stderr[-3000:]}"
+        return killed
 
     def finish(self) -> None:
         """Let a last run take what is left."""
@@ -103,11 +111,15 @@ def play(victim: Victim, seed: int, kills: int) -> str:
     writer = victim.writer(seed)
     writer.start()
     try:
-        for _ in range(kills):
+        killed = 0
+        for _ in range(RUNS_EACH * kills):
             place = generator.choice(victim.places)
-            victim.run_until_killed(f"{place}=kill@{generator.choice([1, 1, 2, 3, 5, 8])}")
+            killed += victim.run(f"{place}=kill@{generator.choice([1, 1, 2, 3, 5, 8])}")
+            if killed == kills:
+                break
     finally:
         writer.stop()
+    assert killed == kills, f"{killed} of {kills} kills: {victim.story}"
     victim.finish()
     victim.assert_equal()
     return f"{writer.transactions} transactions; {', '.join(victim.story)}"

@@ -82,8 +82,9 @@ class Round:
 
     def _run(self, faulty: bool) -> bool:
         """Run the pipeline, now and then twice at once; True when a run did all there was to do."""
-        processes = [self.shop.start("run", "--once", failpoints=self._faults() if faulty else "")]
-        allowed = {DONE, KILLED, COULD_NOT}
+        failpoint = self._faults() if faulty else ""
+        processes = [self.shop.start("run", "--once", failpoints=failpoint)]
+        allowed = {DONE, KILLED, COULD_NOT} if failpoint else {DONE, COULD_NOT}
         if faulty and self.random.random() < 0.15:
             self.story.append("twice")
             processes.append(self.shop.start("run", "--once"))
@@ -92,6 +93,8 @@ class Round:
         for outage in self.outages:
             outage.join()
         codes = [ended.exit_code for ended in ends]
+        if failpoint and codes[0] == KILLED:
+            ends[0].assert_killed_at(failpoint)
         self.story.append("/".join("killed" if code == KILLED else str(code) for code in codes))
         for ended in ends:
             if ended.exit_code not in allowed:

@@ -18,6 +18,7 @@ import yaml
 
 from icestream.config import PipelineConfig, open_pipeline, open_sink, parse
 from icestream.epoch import Progress
+from icestream.failpoints import killed_at
 from icestream.pipeline import Pipeline
 from tests.faults.checking import FOREIGN_IDS_FROM, PIPELINE, assert_exact, published
 from tests.lake import Lake
@@ -180,6 +181,20 @@ class Ended:
     exit_code: int
     stdout: str
     stderr: str
+
+    def killed_at(self, failpoint: str) -> bool:
+        """Whether the failpoint's kill ended it: by its signal, and at its place and pass."""
+        name, _, action = failpoint.partition("=")
+        kind, _, number = action.partition("@")
+        assert kind == "kill", failpoint
+        said = f"{killed_at(name, int(number or 1))}\n" in self.stderr
+        # One without the other is a kill that nobody asked for, or one that failed.
+        assert said == (self.exit_code == KILLED), f"{failpoint}: {self.exit_code} {self.stderr}"
+        return said
+
+    def assert_killed_at(self, failpoint: str) -> None:
+        """A test that names a place has been there."""
+        assert self.killed_at(failpoint), f"{failpoint}: {self.exit_code} {self.stderr[-3000:]}"
 
 
 class Process:

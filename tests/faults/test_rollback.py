@@ -113,7 +113,7 @@ def test_crashes_during_a_replay_of_one_of_two_tables(
     for number in (3, 4, 4):
         # Two claims come first; then each pass is one epoch of the replay.
         set_failpoints(f"after-swap=error@{number}")
-        with pytest.raises(FailpointError):
+        with pytest.raises(FailpointError, match="after-swap"):
             shop.run()
         set_failpoints("")
         shop.epochs(1)

@@ -18,4 +18,4 @@ def test_a_round_of_random_faults_ends_exact(
     lake: Lake, rest: RestCatalog, tmp_path: Path, seed: int
 ) -> None:
     """E3, X5: whatever a seed brings, and repeatable by it."""
-    assert rounds.play(seed, lake, rest, tmp_path, FAULTY_RUNS)
+    assert "killed" in rounds.play(seed, lake, rest, tmp_path, FAULTY_RUNS)

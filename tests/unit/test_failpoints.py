@@ -69,7 +69,7 @@ def test_each_rule_can_be_switched_off_alone(rule, monkeypatch):
 
 
 def test_kill_ends_the_process_as_kill_9_would():
-    """E3: nothing runs after the point, neither handlers nor cleanup."""
+    """E3: nothing runs after the point, neither handlers nor cleanup; and it says where it was."""
     source = (
         "import atexit, sys\n"
         "from icestream import failpoints\n"
@@ -86,3 +86,4 @@ def test_kill_ends_the_process_as_kill_9_would():
         text=True,
     )
     assert (run.returncode, run.stdout) == (-signal.SIGKILL, "")
+    assert run.stderr == failpoints.killed_at(failpoints.AFTER_SWAP, 1) + "\n"

@@ -129,7 +129,9 @@ def publish_epoch(table: CommitTable, commit: Commit) -> Committed:
             if _published(head, commit, attempted):
                 return _duplicate(commit, head, started)
             _check(head, commit)
+            failpoints.reach(failpoints.BEFORE_PUBLISH)
             snapshot_id = table.publish(head, commit.branch, commit.files, entries, commit.emptied)
+            failpoints.reach(failpoints.AFTER_PUBLISH)
             return _committed(commit, snapshot_id, started)
         except CommitConflict as error:
             metrics.COMMIT_CONFLICTS.labels(commit.table).inc()
@@ -169,7 +171,9 @@ def publish_together(
                 _check(heads[table], commit)
             prepared = each(missing, _Preparing(tables, heads, entries))
             if prepared:
+                failpoints.reach(failpoints.BEFORE_PUBLISH)
                 catalog.publish_together(list(prepared.values()))
+                failpoints.reach(failpoints.AFTER_PUBLISH)
             return {
                 table: _committed(commit, prepared[table].snapshot_id, started)
                 if table in prepared

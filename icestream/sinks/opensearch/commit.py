@@ -164,7 +164,9 @@ class ProgressDocument:
                 if self._published(head, commit, attempted):
                     return True
                 self._check(head, commit)
+                failpoints.reach(failpoints.BEFORE_PUBLISH)
                 self._swap(head, self._source(commit.new, head, commit=commit))
+                failpoints.reach(failpoints.AFTER_PUBLISH)
                 return False
             except CommitConflict as error:
                 conflicts += 1
