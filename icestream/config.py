@@ -24,9 +24,10 @@ from pyspark.sql import SparkSession
 from icestream import spark as sessions
 from icestream.errors import ConfigInvalid, keep_secret
 from icestream.iceberg.catalog import Catalog, Table, TableName, catalog_properties
+from icestream.names import ANY_TABLE
 from icestream.pipeline import Cadence, Pipeline
 from icestream.schema import parse_type
-from icestream.sinks.iceberg import ANY_TABLE, IcebergSink, IcebergSinkOptions, TableOptions
+from icestream.sinks.iceberg import IcebergSink, IcebergSinkOptions, TableOptions, table_names_of
 from icestream.sinks.iceberg.letters import IcebergLetterBox
 from icestream.sinks.opensearch import OpenSearchOptions, OpenSearchSink
 from icestream.sinks.transformed import TransformedSink
@@ -425,7 +426,9 @@ def _kafka_source(config: PipelineConfig, options: KafkaOptions, workers: int) -
         keyed=options.keyed,
     )
     budget = Budget(rows=config.cadence.epoch_rows_max, bytes=config.cadence.epoch_bytes_max)
-    return KafkaSource(options, config.name, reading, budget, workers)
+    source = KafkaSource(options, config.name, reading, budget, workers)
+    source.table_names = table_names_of(sink)
+    return source
 
 
 def open_pipeline(config: PipelineConfig, spark: SparkSession) -> Pipeline:

@@ -67,7 +67,7 @@ def pipeline_status(config: PipelineConfig, spark: SparkSession) -> list[dict[st
     if isinstance(sink, OpenSearchSink):
         return [_document_status(row, source) for row in sink.status(source.known_tables())]
     rows = []
-    for table, (handle, head) in sorted(sink.heads(source.known_tables()).items()):
+    for table, (handle, head) in sorted(sink.heads(source.known_tables(), refuse=False).items()):
         progress, snapshot_id = head.progress, head.progress_snapshot_id
         committed = handle.last_epoch_snapshot(config.name, sink.branch)
         rows.append(

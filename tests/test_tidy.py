@@ -26,6 +26,7 @@ LAYERS = (
     ("spark",),
     ("iceberg",),
     ("epoch",),
+    ("names",),
     ("dead_letters",),
     ("change", "schema"),
     ("frontier",),

@@ -21,7 +21,7 @@ from typing import Any
 from py4j.protocol import Py4JError, Py4JJavaError, Py4JNetworkError
 
 from icestream import failpoints
-from icestream.epoch import Progress
+from icestream.epoch import Progress, batch_id
 from icestream.errors import (
     CommitConflict,
     CommitUnknown,
@@ -75,6 +75,8 @@ VERSION_WITHOUT_LINEAGE = 2
 # Each further try means that somebody else changed the table in between.
 EVOLUTIONS_MAX = 20
 _MANY_TABLES = "commitTransaction"
+# Who feeds a table, as JSON; see `icestream.sinks.iceberg.owners`.
+OWNER_PROPERTY = "icestream.owner"
 # In metadata that are only read; it stands at the snapshot whose rows are wanted.
 _STAGED_BRANCH = "icestream-staged"
 
@@ -188,6 +190,16 @@ class Catalog:
             if not self._catalog.tableExists(identifier):
                 return None
             return Table(self._jvm, name, self._catalog.loadTable(identifier))
+
+    def load_listed(self, name: TableName) -> "Table | None":
+        """A table that `names` has listed, by one request; None when it is gone again."""
+        with as_unavailable(f"could not load table {name}"):
+            try:
+                return Table(self._jvm, name, self._catalog.loadTable(self._identifier(name)))
+            except Py4JJavaError as error:
+                if "NoSuchTableException" in _class_names(error):
+                    return None
+                raise
 
     def create(self, name: TableName, new: NewTable) -> "Table":
         """Create the table, and its namespace when needed; one made meanwhile is taken as it is."""
@@ -459,6 +471,35 @@ class Table:
     def has_tag(self, pipeline: str) -> bool:
         """Whether the pipeline has ever committed to the table."""
         return self._table.operations().current().ref(summaries.tag_name(pipeline)) is not None
+
+    def owner(self) -> str | None:
+        """Who feeds the table, as its property said when it was seen last."""
+        found = self._table.operations().current().property(OWNER_PROPERTY, None)
+        return None if found is None else str(found)
+
+    def pipelines(self) -> list[str]:
+        """The pipelines that have ever committed to the table, by their tags."""
+        prefix = summaries.tag_name("")
+        refs = self._table.operations().current().refs()
+        return sorted(
+            str(name).removeprefix(prefix)
+            for name in refs.keySet()
+            if str(name).startswith(prefix) and refs.get(name).isTag()
+        )
+
+    def fed(self, pipeline: str, branch: str, table: str) -> bool | None:
+        """Whether the pipeline's last epoch was of this source table; None when that is gone."""
+        snapshot_id = self.last_epoch_snapshot(pipeline, branch)
+        if snapshot_id is None:
+            return None
+        metadata = self._table.operations().current()
+        snapshot = metadata.snapshot(snapshot_id)
+        try:
+            with as_unavailable(f"could not read the progress of table {self.name}"):
+                upper = self._progress(metadata, snapshot).upper
+        except FrontierLost:
+            return None
+        return bool(batch_id(pipeline, table, upper) == snapshot.summary().get(summaries.BATCH_ID))
 
     def io_properties(self) -> dict[str, str]:
         """How the table's files are reached."""

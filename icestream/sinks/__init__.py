@@ -30,6 +30,10 @@ class Writer(Protocol):
         """The columns that identify a row; empty when rows are only ever added."""
         ...
 
+    def refused(self, table: str) -> str | None:
+        """Why a table of this name, which records give, cannot be; None when it can."""
+        ...
+
     def write(
         self, table: str, shard: str, changes: pa.Table, each_key_once: bool = False
     ) -> Iterator[str]:

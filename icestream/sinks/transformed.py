@@ -53,6 +53,10 @@ class TransformingWriter:
         """The tables that it writes to."""
         return self.inner.tables()
 
+    def refused(self, table: str) -> str | None:
+        """Why records cannot have a table of this name."""
+        return self.inner.refused(table)
+
     def schema_json(self, table: str) -> str:
         """The schema that changes of the table must be read with: the source's."""
         for each in self.selects:

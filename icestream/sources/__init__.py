@@ -80,6 +80,10 @@ class Targets(Protocol):
         """The columns that identify a row; empty when rows are only ever added."""
         ...
 
+    def refused(self, table: str) -> str | None:
+        """Why a table of this name, which records give, cannot be; None when it can."""
+        ...
+
 
 class Part(Protocol):
     """A part of an epoch."""

@@ -235,7 +235,8 @@ def test_a_type_that_does_not_fit_the_table_stops_and_a_mended_table_goes_on(
         "note STRING, amount DATE, ok BOOLEAN) USING iceberg"
     )
     local.sql(f"ALTER TABLE {local.table('shop.orders')} SET IDENTIFIER FIELDS id")
-    pipelines = document(feed.folder.path, embedded)
+    named = {"tables": {"orders": {"table": "orders"}}}
+    pipelines = document(feed.folder.path, embedded, sink=named)
     answer = shell.run(pipelines)
     assert_refused(answer, OPERATOR, "column amount", "date")
     assert local.epochs("shop.orders") == []

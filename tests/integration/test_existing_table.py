@@ -1,4 +1,4 @@
-"""Tables that are there already are used as they are: keys, order, properties, branches."""
+"""Tables that are there and named are used as they are: keys, order, properties, branches."""
 
 from pathlib import Path
 
@@ -29,7 +29,8 @@ def test_identifier_fields_sort_order_and_properties_of_a_table_are_honoured(
     lake.sql(f"ALTER TABLE {table} WRITE ORDERED BY amount DESC")
     feed = RandomFeed.create(tmp_path / "feed", 30, keys=300)
     resolved = feed.epoch(600)
-    run_once(spark, document(feed.folder.path, rest.catalog_properties(), namespace))
+    named = {"tables": {"orders": {"table": "orders"}}}
+    run_once(spark, document(feed.folder.path, rest.catalog_properties(), namespace, sink=named))
     expected = feed.expected("orders", resolved)
     assert {row["id"]: row for row in lake.rows(name)} == expected
     files = lake.sql(f"SELECT * FROM {table}.data_files ORDER BY file_path")

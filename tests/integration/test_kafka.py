@@ -309,9 +309,10 @@ def test_a_table_that_exists_is_used_as_it_is(topics):
         f"CREATE TABLE {topics.lake.table('shop.orders')} "
         "(id INT NOT NULL, v INT, w STRING NOT NULL) USING iceberg"
     )
-    topics.create("orders")
+    name = topics.create("orders")
     topics.send("orders", [({"id": 1}, {"id": 1, "v": 1, "w": "x"})])
-    document = topics.document({"topics": ["orders"], **UPSERT, "keys": {}})
+    named = {"tables": {name: {"table": "orders"}}}
+    document = topics.document({"topics": ["orders"], **UPSERT, "keys": {}}, named)
     document[PIPELINE]["sink"]["iceberg"]["equality_delete_by"] = ["id"]
     topics.run(document)
     topics.send("orders", [({"id": 2}, {"id": 2, "v": 2**40})])
@@ -613,7 +614,7 @@ def test_a_select_over_a_table_that_was_there_before_loses_no_record(topics):
     topics.run(
         topics.document(
             {"topics": ["orders"], **DEBEZIUM},
-            {"equality_delete_by": ["id"]},
+            {"equality_delete_by": ["id"], "tables": {name: {"table": "orders"}}},
             transform={name: text},
         )
     )

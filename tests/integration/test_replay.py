@@ -13,6 +13,7 @@ from pyspark.sql import SparkSession
 
 from icestream.config import open_sink, parse
 from icestream.errors import ConfigInvalid, HistoryLost
+from icestream.iceberg.catalog import OWNER_PROPERTY
 from icestream.sources import LettersTried
 from tests.integration.pipelines import Document, Shell, assert_refused
 from tests.integration.topics import NAMESPACE, PIPELINE, Topics
@@ -282,7 +283,7 @@ def test_letters_are_tried_in_bounded_groups(topics):
 def test_a_letter_belongs_to_the_table_that_refused_it(topics):
     """E10, K4: other tables have taken the record already."""
     topics.create("orders")
-    sink = {"route": {"tables": {"one": "", "two": ""}}}
+    sink = {"route": {"tables": {"one": "", "two": ""}}, "tables": {"two": {"table": "two"}}}
     document = topics.document({"topics": ["orders"]}, sink, on_error="dead_letter")
     topics.lake.sql(f"CREATE NAMESPACE IF NOT EXISTS {topics.lake.name}.{NAMESPACE}")
     two = topics.lake.table(f"{NAMESPACE}.two")
@@ -306,7 +307,7 @@ def test_letters_of_a_topic_may_belong_to_any_table(topics):
     topics.create("orders")
 
     def document(**tables: str) -> Document:
-        sink = {"route": {"field": "kind", "tables": tables}}
+        sink = {"route": {"field": "kind", "tables": tables}, "tables": {"two": {"table": "two"}}}
         return topics.document({"topics": ["orders"]}, sink, on_error="dead_letter")
 
     rows = [{"id": n, "kind": kind} for n, kind in enumerate(["a", "b", "c", "c"])]
@@ -411,7 +412,11 @@ def test_letters_of_an_older_version_leave_too(topics):
     topics.lake.sql(f"CREATE NAMESPACE IF NOT EXISTS {topics.lake.name}.{NAMESPACE}")
     columns = "position STRING, error STRING, key BINARY, payload BINARY, at TIMESTAMP"
     table = topics.lake.table(f"{NAMESPACE}.{LETTERS}")
-    topics.lake.sql(f"CREATE TABLE {table} ({columns}) USING iceberg")
+    owner = json.dumps({"pipeline": PIPELINE, "table": topics.name(LETTERS)})
+    topics.lake.sql(
+        f"CREATE TABLE {table} ({columns}) USING iceberg "
+        f"TBLPROPERTIES ('{OWNER_PROPERTY}' = '{owner}')"
+    )
     topics.send("orders", [change(1, "put", "letter"), change(2, "what")])
     topics.run(first)
     replay(topics, later)

@@ -23,7 +23,7 @@ from pyspark.sql import SparkSession
 
 from icestream.errors import CommitConflict, SchemaRejected
 from icestream.schema import NAME_MAPPING, Column, TableShape, gaps, schema_from_json
-from icestream.sinks.iceberg import RENAMES_MAX
+from icestream.sinks.iceberg import RENAMES_MAX, TableOptions
 from tests.integration.hand_fed import HandFed, gone, put, shape
 from tests.lake import Lake
 from tests.proxy import Proxy
@@ -228,7 +228,8 @@ def test_columns_are_found_by_the_tables_name_mapping(
         address=struct(city=StringType(), zip=IntegerType()),
         plain=StringType(),
     )
-    fed = HandFed(spark, embedded, {"t": source}, namespace="shop")
+    named = {"t": TableOptions(table="t")}
+    fed = HandFed(spark, embedded, {"t": source}, namespace="shop", tables=named)
     assert follow(fed, "t", source) == []
     home = {"city": "rome", "zip": 1}
     fed.commit({"t": [put(cust_id=1, area="eu", address=home, plain="a"), put(cust_id=2)]})

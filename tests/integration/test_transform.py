@@ -529,7 +529,7 @@ def test_a_table_that_was_there_before_takes_the_selects_columns_or_says_why_not
     log.put("orders", {"id": 1, "qty": 5})
     log.resolve()
     texts = {"orders": "select id as order_id, qty as name, qty from changes"}
-    keyed = {"tables": {"orders": {"equality_delete_by": ["order_id"]}}}
+    keyed = {"tables": {"orders": {"table": "orders", "equality_delete_by": ["order_id"]}}}
     run_once(spark, feed(texts, tmp_path / "feed", embedded, **keyed))
     assert local.rows("shop.orders") == [{"note": None, "name": "5", "order_id": 1, "qty": 5}]
     assert SOURCE_PROPERTY in str(local.sql(f"SHOW TBLPROPERTIES {table}"))

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from icestream import failpoints
-from icestream.epoch import Progress
+from icestream.epoch import Progress, batch_id
 from icestream.errors import (
     CommitConflict,
     CommitUnknown,
@@ -23,7 +23,7 @@ from icestream.errors import (
     TargetUnavailable,
 )
 from icestream.iceberg import progress as summaries
-from icestream.iceberg.catalog import Head, NewTable, TableName, WriteTarget
+from icestream.iceberg.catalog import OWNER_PROPERTY, Head, NewTable, TableName, WriteTarget
 from icestream.iceberg.files import FileClosed
 from icestream.schema import Column
 
@@ -190,6 +190,9 @@ class MemoryCatalog:
             lambda: MemoryTable(self._lake, name, self._wire) if name in self._lake.tables else None
         )
 
+    def load_listed(self, name: TableName) -> "MemoryTable | None":
+        return self.load(name)
+
     def create(self, name: TableName, new: NewTable) -> "MemoryTable":
         def make() -> MemoryTable:
             if name not in self._lake.tables:
@@ -323,6 +326,31 @@ class MemoryTable:
 
     def has_tag(self, pipeline: str) -> bool:
         return summaries.tag_name(pipeline) in self._current.refs
+
+    def owner(self) -> str | None:
+        return self._current.properties.get(OWNER_PROPERTY)
+
+    def pipelines(self) -> list[str]:
+        prefix = summaries.tag_name("")
+        return sorted(
+            ref.removeprefix(prefix) for ref in self._current.refs if ref.startswith(prefix)
+        )
+
+    def fed(self, pipeline: str, branch: str, table: str) -> bool | None:
+        for snapshot in self._current.ancestry(branch):
+            found = snapshot.summary.get(summaries.BATCH_ID)
+            if snapshot.summary.get(summaries.PIPELINE) == pipeline and found:
+                return batch_id(pipeline, table, self._progress(snapshot).upper) == found
+        return None
+
+    def remember(self, name: str, value: str) -> None:
+        def change() -> None:
+            metadata = self._lake.tables[self.name]
+            properties = {**metadata.properties, name: value}
+            self._lake.tables[self.name] = replace(metadata, properties=properties)
+
+        self._wire.send(change, TargetUnavailable, f"setting a property of {self.name}")
+        self._current = self._lake.tables[self.name]
 
     def properties(self) -> dict[str, str]:
         return dict(self._current.properties)

@@ -1,15 +1,15 @@
 """The Iceberg sink: one snapshot per table and epoch, with the frontier in its summary.
 
 Only tables with changes commit an epoch, in parallel, or with `atomic` all in one request. The
-tables of a pipeline are those its configuration names, those its source has, and those in its
-namespace that bear its tag.
+tables of a pipeline are those that its source tables are mapped to (`icestream.names`), and those
+in its namespace that say they are its own (`owners`); every other table is a stranger's.
 """
 
 import dataclasses
 import itertools
 import json
 import logging
-import re
+import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,10 +29,20 @@ from pyiceberg.types import (
 
 from icestream import dead_letters, failpoints, metrics
 from icestream.epoch import Epoch, Progress, batch_id
-from icestream.errors import Broken, ConfigInvalid, HistoryLost, check
+from icestream.errors import (
+    Broken,
+    ConfigInvalid,
+    HistoryLost,
+    IcestreamError,
+    NeedsOperator,
+    Retryable,
+    TargetUnavailable,
+    check,
+)
 from icestream.frontier import Frontier
 from icestream.iceberg import progress as summaries
 from icestream.iceberg.catalog import (
+    OWNER_PROPERTY,
     Catalog,
     Head,
     NewTable,
@@ -44,6 +54,7 @@ from icestream.iceberg.catalog import (
 )
 from icestream.iceberg.files import DATA, FileClosed
 from icestream.iceberg.rows import bound, for_spark, from_spark
+from icestream.names import ANY_TABLE, TableNames
 from icestream.schema import (
     NAME_MAPPING,
     Column,
@@ -65,6 +76,13 @@ from icestream.sinks.iceberg.commit import (
     refuse_successor,
     rival_run,
 )
+from icestream.sinks.iceberg.owners import (
+    Owner,
+    TableRefused,
+    TableToClaim,
+    owner_of,
+    refuse_stranger,
+)
 from icestream.sinks.iceberg.writer import IcebergWriter
 
 log = logging.getLogger(__name__)
@@ -85,9 +103,8 @@ _NEW_TABLE_PROPERTIES = {
 }
 # A source whose columns change their names meets this many between two commits, and not more.
 RENAMES_MAX = 8
-# Options under this name hold for every table that has none of its own.
-ANY_TABLE = "*"
-_QUOTED_END = re.compile(r'(?:^|\.)"((?:[^"]|"")*)"$')
+# Seconds between tries to read a table that nobody named; then it is passed over.
+UNREADABLE_PAUSES = (0.5, 1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +113,11 @@ class TableOptions:
     key and the delete columns."""
 
     table: str = field(
-        default="", metadata={"doc": "Name in the catalog; the source's by default."}
+        default="",
+        metadata={
+            "doc": "Name in the catalog; the last part of the source's by default. A table that is "
+            "there already is used only if it is named here."
+        },
     )
     partition_by: Sequence[str] = field(
         default=(), metadata={"doc": "Partition terms such as `day(created_at)`, `bucket(16, id)`."}
@@ -171,16 +192,17 @@ ReadRows = Callable[[str, pa.Table, Sequence[str]], pa.Table]
 class _TableState:
     """What this run knows of one table.
 
-    `proven` says that a successor claims the table before it lists tables for the last time; `key`
-    has the table's names, and `columns` are the source's as far as they had to be asked, those that
-    were met last at the end.
+    `proven`: every newer run is sure to find this table. `certain`: its source table is known, and
+    not guessed of what an earlier version made. `key` has the table's names, and `columns` are the
+    source's as far as they had to be asked, those that were met last at the end.
     """
 
-    __slots__ = ("columns", "handle", "key", "progress", "proven", "renames", "target")
+    __slots__ = ("certain", "columns", "handle", "key", "progress", "proven", "renames", "target")
 
-    def __init__(self, handle: Table, progress: Progress):
+    def __init__(self, handle: Table, progress: Progress, certain: bool = True):
         self.handle = handle
         self.progress = progress
+        self.certain = certain
         self.proven = False
         self.key: Sequence[str] | None = None
         self.target: WriteTarget | None = None
@@ -225,22 +247,30 @@ class IcebergSink:
         self._claim_id = str(uuid.uuid4())
         self._states: dict[str, _TableState] = {}
         self._writers = itertools.count()
+        self._names = table_names_of(options)
+        self._namespace = tuple(options.namespace.split("."))
+        # Tables of the namespace that were looked at and are not the pipeline's.
+        self._strangers: set[TableName] = set()
+        self._unread: set[TableName] = set()
+        # Tables that the source has; others are known because they say that they are ours.
+        self._sources: frozenset[str] = frozenset()
+        route = options.route
+        self._named_by_records = bool(route and route.field and not route.tables)
+        # What records are told whose tables cannot be: by Iceberg table, by source table.
+        self._taken: dict[str, tuple[str, str]] = {}
+        self._refusals: dict[str, str] = {}
         self.branch = options.branch
         if options.atomic:
             catalog.require_transactions()
 
     def table_name(self, table: str) -> TableName:
         """The name in the catalog of a source table."""
-        namespace = tuple(self._options.namespace.split("."))
-        if table.endswith(dead_letters.SUFFIX):
-            owner = self.table_name(table.removesuffix(dead_letters.SUFFIX)).name
-            return TableName(namespace=namespace, name=dead_letters.table_of(owner))
-        given = self._table_options(table).table
-        return TableName(namespace=namespace, name=given or _last_part(table))
+        return TableName(namespace=self._namespace, name=self._names.of(table))
 
     def existing(self, table: str) -> Table | None:
-        """The Iceberg table of a source table, if it is there."""
-        return self._catalog.load(self.table_name(table))
+        """The Iceberg table of a source table, if it is there and the pipeline's."""
+        handle = self._catalog.load(self.table_name(table))
+        return handle if handle is not None and self._is_own(handle) else None
 
     def durable(self, tables: Sequence[str]) -> Mapping[str, Progress]:
         """What the tables remember; see `Sink.durable`."""
@@ -254,6 +284,7 @@ class IcebergSink:
         """Take the pipeline over in every table that exists; see `Sink.claim`."""
         # A call that failed on the way may have claimed some tables; this one claims them anew.
         self._states = {}
+        self._sources = frozenset(tables)
         self._claim_id = str(uuid.uuid4())
         heads = self.heads(tables)
         for table, (_, head) in heads.items():
@@ -277,29 +308,34 @@ class IcebergSink:
         return {table: state.progress for table, state in self._states.items()}
 
     def _take_over(self, handles: Mapping[str, Table]) -> None:
-        claimed = self._each(handles, lambda _, handle: self._claim(handle))
+        certain = self._each(handles, self._certain)
+        claimed = self._each(handles, lambda t, handle: self._claim(handle, t, certain[t]))
         for table, handle in handles.items():
-            self._states[table] = _TableState(handle, claimed[table])
+            self._states[table] = _TableState(handle, claimed[table], certain[table])
         failpoints.reach(failpoints.AFTER_CLAIM)
 
-    def heads(self, tables: Sequence[str]) -> dict[str, tuple[Table, Head]]:
-        """The pipeline's tables that exist, each with its head; nothing is claimed."""
-        handles = self._existing(tables)
+    def heads(self, tables: Sequence[str], refuse: bool = True) -> dict[str, tuple[Table, Head]]:
+        """The pipeline's tables that exist, each with its head; nothing is claimed.
+
+        Raises `ConfigInvalid` for source tables whose place is taken, unless not to `refuse`.
+        """
+        handles = self._existing(tables, refuse)
         branch = self._options.branch
         heads = self._each(handles, lambda _, handle: handle.head(self._pipeline, branch))
         return {table: (handle, heads[table]) for table, handle in handles.items()}
 
     def prepare(self, table: str, shape: Callable[[], TableShape | None]) -> bool:
         """Make sure that the table is there, claimed, and its key known; see `Sink.prepare`."""
-        state = self._states.get(table) or self._adopted(table)
+        try:
+            state = self._state(table, shape)
+        except TableRefused as refused:
+            if not self._named_by_records or table.endswith(dead_letters.SUFFIX):
+                raise
+            # The records that name the table are rejected, each for itself.
+            self._refusals[table] = refused.reason
+            return False
         if state is None:
-            handle = self._catalog.load(self.table_name(table)) or self._create(table, shape())
-            if handle is None:
-                return False
-            state = _TableState(handle, self._claim(handle))
-            if state.progress.epoch:
-                raise rival_run(table)
-            self._states[table] = state
+            return False
         if state.key is None:
             state.key = self._key(table, state.handle, shape)
             if NAME_MAPPING in state.handle.properties() and (known := shape()):
@@ -346,6 +382,9 @@ class IcebergSink:
             run=f"g{self._generation}.{next(self._writers)}",
             targets={table: target for table, target in targets.items() if target is not None},
             batch_ids={table: batch_id(self._pipeline, table, epoch.upper) for table in tables},
+            names=self._names,
+            taken=self._feeders() if self._named_by_records else {},
+            refusals=dict(self._refusals),
         )
 
     def commit(self, written: Written) -> Sequence[Committed]:
@@ -369,8 +408,11 @@ class IcebergSink:
             raise
 
     def heartbeat(self, epoch: Epoch, labels: Mapping[str, str], table: str | None = None) -> bool:
-        """Publish the frontier of an epoch without changes, in the first table by default."""
-        where = table or min(self._states, default=None)
+        """Publish the frontier of an epoch without changes, in the first table by default.
+
+        Only in a table that the source feeds: one that left the configuration stays as it is.
+        """
+        where = table or min(filter(self._is_fed, list(self._states)), default=None)
         if where not in self._states:
             return False
         new = summaries.progress_of(epoch, self._pipeline, self._generation, 1)
@@ -415,9 +457,12 @@ class IcebergSink:
 
     def settle_rollback(self, table: str, replay: bool) -> Progress:
         """Settle a rollback: replay from the older progress, or keep the newer one and go on."""
-        handle = self._catalog.load(self.table_name(table))
+        handle = self.existing(table)
         if handle is None:
-            raise ConfigInvalid(f"there is no table {self.table_name(table)}")
+            raise ConfigInvalid(
+                f"the pipeline has no table {self.table_name(table)}",
+                hint="`icestream status` shows the pipeline's tables.",
+            )
         branch = self._options.branch
         head = handle.head(self._pipeline, branch)
         if head.rolled_back_from is None:
@@ -439,28 +484,98 @@ class IcebergSink:
         handle.publish(head, branch, [], entries)
         return progress
 
-    def _existing(self, tables: Sequence[str]) -> dict[str, Table]:
-        """The pipeline's tables that exist, by their names at the source."""
-        named = {*tables, *self._options.tables} - {ANY_TABLE}
-        by_name = {self.table_name(table): table for table in sorted(named)}
-        if len(by_name) < len(named):
-            raise ConfigInvalid(
-                "two source tables go into one Iceberg table",
-                detail=f"Source tables: {', '.join(sorted(named))}.",
-                hint="Give one of them another name with `tables: {<source>: {table: <name>}}`.",
-            )
-        for namespace in {name.namespace for name in by_name} or {self.table_name("x").namespace}:
-            for name in self._catalog.names(namespace):
-                by_name.setdefault(name, name.name)
-        loaded = self._each(by_name, lambda name, table: self._load_own(name, table in named))
-        return {by_name[name]: handle for name, handle in loaded.items() if handle is not None}
+    def _existing(self, tables: Sequence[str], refuse: bool = True) -> dict[str, Table]:
+        """The pipeline's tables that exist, by their names at the source.
 
-    def _load_own(self, name: TableName, named: bool) -> Table | None:
-        """The table if the pipeline feeds it: it was named, or it bears the pipeline's tag."""
-        handle = self._catalog.load(name)
-        if handle is None or named:
-            return handle
-        return handle if handle.has_tag(self._pipeline) else None
+        Raises `ConfigInvalid` when the place of one of these source tables is taken. Tables that no
+        source table is mapped to are looked at once: what is a stranger's stays a stranger's.
+        """
+        known = {*tables, *self._options.tables} - {ANY_TABLE}
+        wanted = self._names.by_name(known) if refuse else {self._names.of(t): t for t in known}
+        required = set(tables) if refuse else set()
+        named = {TableName(namespace=self._namespace, name=n): t for n, t in wanted.items()}
+        listed = {*self._catalog.names(self._namespace)} - self._strangers - named.keys()
+        loaded = self._each(dict.fromkeys(named), lambda name, _: self._catalog.load(name))
+        loaded |= self._each(dict.fromkeys(sorted(listed, key=str)), self._look_at)
+        found = {}
+        for name, handle in loaded.items():
+            if handle is None:
+                continue
+            table = named.get(name)
+            if table is not None and table in required:
+                mine = Owner(pipeline=self._pipeline, table=table)
+                refuse_stranger(name, owner_of(handle), mine, self._names)
+                found[table] = handle
+            elif own := self._feeder(handle, table):
+                found[own] = handle
+            elif table is None:
+                self._strangers.add(name)
+        return found
+
+    def _look_at(self, name: TableName, _: object) -> Table | None:
+        """A table that was listed; one that cannot be read is passed over, for it is not named.
+
+        Should it be the pipeline's nevertheless, then its first change finds what it holds and
+        stops: nothing is written twice.
+        """
+        for pause in (*UNREADABLE_PAUSES, None):
+            try:
+                return self._catalog.load_listed(name)
+            except (Retryable, NeedsOperator) as error:
+                problem: IcestreamError = error
+            if pause is None or isinstance(problem, NeedsOperator):
+                break
+            time.sleep(pause)
+        log.warning("table %s is passed over: %s", name, problem, extra={"table": str(name)})
+        self._strangers.add(name)
+        self._unread.add(name)
+        return None
+
+    def _is_own(self, handle: Table) -> bool:
+        owner = owner_of(handle)
+        return owner is not None and owner.pipeline == self._pipeline
+
+    def _feeder(self, handle: Table, table: str | None) -> str | None:
+        """The source table of a table that says it is the pipeline's; None when it is not.
+
+        Tables of earlier versions do not say it: it is taken to be `table`, or the one of the same
+        name, until another source table proves to be the one.
+        """
+        owner = owner_of(handle)
+        if owner is None or owner.pipeline != self._pipeline:
+            return None
+        found = owner.table or table or handle.name.name
+        if self._names.of(found) == handle.name.name:
+            return found
+        log.warning(
+            "table %s is left as it is: source table %s goes into %s",
+            handle.name,
+            found,
+            self.table_name(found),
+            extra={"table": str(handle.name)},
+        )
+        return None
+
+    def _certain(self, table: str, handle: Table) -> bool:
+        """Whether it is known that a table of the pipeline is fed by this source table."""
+        owner = owner_of(handle)
+        if table in self._sources or (owner is not None and owner.table is not None):
+            return True
+        return handle.fed(self._pipeline, self._options.branch, table) is not False
+
+    def _feeders(self) -> dict[str, tuple[str, str]]:
+        """By Iceberg table the source table that feeds it, and what another one is told."""
+        found = dict(self._taken)
+        for table, state in list(self._states.items()):
+            if state.certain:
+                name = state.handle.name
+                found[name.name] = (table, f"table {name} is fed by source table {table}")
+        return found
+
+    def _is_fed(self, table: str) -> bool:
+        """Whether the source still feeds a table of the pipeline, as far as can be known."""
+        prepared = self._states[table].key is not None
+        return table in self._sources or prepared or self._named_by_records
 
     def _target(self, table: str, state: _TableState) -> WriteTarget:
         target = state.handle.target(self._options.branch, state.key or ())
@@ -496,17 +611,61 @@ class IcebergSink:
         for state in self._states.values():
             state.proven = True
 
-    def _adopted(self, table: str) -> _TableState | None:
-        """The state of a table that was found by its tag before the source named it."""
-        for name, state in list(self._states.items()):
-            if state.handle.name == self.table_name(table):
-                self._states[table] = self._states.pop(name)
-                return state
-        return None
+    def _state(self, table: str, shape: Callable[[], TableShape | None]) -> _TableState | None:
+        """The state of a source table's Iceberg table, which is claimed or made if need be."""
+        known = self._states.get(table)
+        if known is not None:
+            return known if known.certain else self._assured(table, table)
+        holder = next(
+            (t for t, s in list(self._states.items()) if s.handle.name == self.table_name(table)),
+            None,
+        )
+        if holder is not None:
+            return self._assured(holder, table)
+        self._names.by_name([table])
+        handle = self._catalog.load(self.table_name(table)) or self._create(table, shape())
+        if handle is None:
+            return None
+        self._refuse_stranger(handle, table)
+        if handle.name in self._unread and handle.has_tag(self._pipeline):
+            raise _unread(handle.name)
+        state = _TableState(handle, self._claim(handle, table, certain=True))
+        if state.progress.epoch:
+            raise rival_run(table)
+        self._states[table] = state
+        return state
 
-    def _claim(self, handle: Table) -> Progress:
+    def _refuse_stranger(self, handle: Table, table: str) -> None:
+        mine = Owner(pipeline=self._pipeline, table=table)
+        try:
+            refuse_stranger(handle.name, owner_of(handle), mine, self._names)
+        except TableRefused as refused:
+            self._taken[handle.name.name] = ("", refused.reason)
+            raise
+
+    def _assured(self, holder: str, table: str) -> _TableState:
+        """The state of a table that was found before the source named it, under some name.
+
+        A table of an earlier version does not tell its source table, but its last epoch proves it.
+        Which tables carry an epoch was found out under the other name, so a new start is needed.
+        """
+        state = self._states[holder]
+        handle, mine = state.handle, Owner(pipeline=self._pipeline, table=table)
+        other = Owner(pipeline=self._pipeline, table=holder if state.certain else "another one")
+        if state.certain or not handle.fed(self._pipeline, self._options.branch, table):
+            refuse_stranger(handle.name, other, mine, self._names)
+        handle.remember(OWNER_PROPERTY, mine.to_text())
+        raise NeedsOperator(
+            f"table {handle.name} is fed by source table {table}, and remembers it from now on",
+            detail="An earlier version of icestream made the table and did not write it down.",
+            hint="Start the pipeline again.",
+        )
+
+    def _claim(self, handle: Table, table: str, certain: bool) -> Progress:
         claim = Progress(pipeline=self._pipeline, generation=self._generation)
-        return publish_claim(handle, self._options.branch, claim, self._claim_id)
+        mine = Owner(pipeline=self._pipeline, table=table if certain else None)
+        owned = TableToClaim(handle, mine, self._names)
+        return publish_claim(owned, self._options.branch, claim, self._claim_id)
 
     def _create(self, table: str, shape: TableShape | None) -> Table | None:
         if shape is None:
@@ -518,6 +677,7 @@ class IcebergSink:
             **_NEW_TABLE_PROPERTIES,
             **self._options.properties,
             **options.properties,
+            OWNER_PROPERTY: Owner(pipeline=self._pipeline, table=table).to_text(),
         }
         new = NewTable(
             schema_json=new_schema(shape).model_dump_json(),
@@ -614,6 +774,21 @@ class IcebergSink:
         return {key: future.result() for key, future in futures.items()}
 
 
+def table_names_of(options: IcebergSinkOptions) -> TableNames:
+    """The Iceberg tables of source tables, as the options name them."""
+    given = {table: each.table for table, each in options.tables.items() if table != ANY_TABLE}
+    anyhow = options.tables.get(ANY_TABLE)
+    return TableNames(given=given, otherwise=anyhow.table if anyhow else "")
+
+
+def _unread(name: TableName) -> TargetUnavailable:
+    return TargetUnavailable(
+        f"table {name} could not be read when the pipeline started",
+        detail="It is the pipeline's, and what it holds decides where the pipeline goes on.",
+        hint="Start the pipeline again.",
+    )
+
+
 def _refuse_vague(column: NestedField, table: str) -> None:
     """Iceberg forbids deletes by numbers that are not exact; Spark misses those by fixed bytes."""
     if isinstance(column.field_type, FloatType | DoubleType | FixedType):
@@ -622,12 +797,6 @@ def _refuse_vague(column: NestedField, table: str) -> None:
             detail=f"It is a {column.field_type}, and readers would still show deleted rows.",
             hint="Name other columns in `equality_delete_by`.",
         )
-
-
-def _last_part(table: str) -> str:
-    """The table's own name; parts that hold dots stand in quotes."""
-    quoted = _QUOTED_END.search(table)
-    return quoted[1].replace('""', '"') if quoted else table.rsplit(".", 1)[-1]
 
 
 def collect(reports: Iterable[str], epoch: int) -> dict[str, list[FileClosed]]:

@@ -16,6 +16,7 @@ holds the run's generation: a retried task overwrites its own output, and a late
 run can never touch what a newer run has committed.
 """
 
+import dataclasses
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from icestream.change import AT, BEFORE, OP, SEQ, fold
 from icestream.errors import SchemaRejected
 from icestream.iceberg.catalog import WriteTarget
 from icestream.iceberg.files import DATA, EQUALITY_DELETES, Closed, FileClosed, ParquetFolder
+from icestream.names import TableNames
 from icestream.schema import arrow_schema, renamed_type, schema_from_json
 
 # What a change batch has beside the table's own columns.
@@ -41,17 +43,30 @@ _MARKS = (OP, AT, SEQ, BEFORE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IcebergWriter:
-    """Writes one epoch's files for any of its tables; see the module."""
+    """Writes one epoch's files for any of its tables; see the module.
+
+    `taken` says by Iceberg table which source table feeds it, and what another one is told;
+    `refusals` say by source table why it is refused.
+    """
 
     pipeline: str
     epoch: int
     run: str
     targets: Mapping[str, WriteTarget]
     batch_ids: Mapping[str, str]
+    names: TableNames = dataclasses.field(default_factory=TableNames)
+    taken: Mapping[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
+    refusals: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def tables(self) -> Collection[str]:
         """The tables that it writes to."""
         return self.targets.keys()
+
+    def refused(self, table: str) -> str | None:
+        """Why records cannot have a table of this name; None when they can."""
+        feeder, reason = self.taken.get(self.names.of(table), (table, ""))
+        taken = reason if feeder != table else None
+        return self.names.unusable(table) or self.refusals.get(table) or taken
 
     def schema_json(self, table: str) -> str:
         """The schema that changes of the table must be read with, under the source's names."""

@@ -157,6 +157,10 @@ class OpenSearchWriter:
         """Nothing: documents come ready made."""
         return ""
 
+    def refused(self, table: str) -> str | None:
+        """Nothing: the tables are those of the configuration."""
+        return None
+
     def key(self, table: str) -> Sequence[str]:
         """What identifies a document."""
         return (ID,)

@@ -28,6 +28,7 @@ from icestream import dead_letters
 from icestream.epoch import Epoch
 from icestream.errors import ConfigInvalid, DataRejected, HistoryLost, IcestreamError
 from icestream.frontier import Frontier, Position
+from icestream.names import TableNames
 from icestream.schema import TableShape, joined_shapes
 from icestream.sources import LettersTried, Part, Source, SplitsLost
 from icestream.sources.kafka.changes import no_key
@@ -195,6 +196,7 @@ class KafkaSource(Source):
         self._lock = threading.Lock()
         self._reads: dict[Partition, list[RangeRead]] = {}
         self.letter_box: dead_letters.LetterBox | None = None
+        self.table_names: TableNames | None = None
         self._skipped: Mapping[Partition, Indices] = {}
         self._tried: dict[tuple[str, str], LettersTried] = {}
 
@@ -445,11 +447,27 @@ class KafkaSource(Source):
         """Ask the brokers what there is now."""
         options = self._options
         self._topics = self._cluster.topics(options.topics, options.topic_pattern or None)
+        self._refuse_names()
         everything = [(topic.name, number) for topic, number in self._partitions()]
         self._bounds = self._cluster.bounds(everything)
         now = time.monotonic()
         for partition in [p for p, (again, _) in self._stalled.items() if again <= now]:
             del self._stalled[partition]
+
+    def _refuse_names(self) -> None:
+        """Refuse topics that cannot be tables of their own, as soon as they are there."""
+        by_topic = self._reading.route.by_topic()
+        for name in {*self._topics, *self._reading.route.tables}:
+            if name.endswith(dead_letters.SUFFIX):
+                raise ConfigInvalid(
+                    f"{'topic' if name in self._topics else 'table'} {name} has a name of dead "
+                    "letters",
+                    detail=f"Tables that end with {dead_letters.SUFFIX} hold records that others "
+                    "do not take.",
+                    hint="Leave the topic out, or give the table of `route.tables` another name.",
+                )
+        if self.table_names is not None:
+            self.table_names.by_name(self._topics if by_topic else self._reading.route.tables)
 
     def _partitions(self) -> list[tuple[Topic, int]]:
         return [(t, number) for t in self._topics.values() for number in range(t.partitions)]

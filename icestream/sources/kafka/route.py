@@ -46,6 +46,10 @@ class Route:
         """Whether the topic alone decides."""
         return not self.field and not self.tables
 
+    def by_records(self) -> bool:
+        """Whether records name their tables themselves."""
+        return bool(self.field) and not self.tables
+
     def cut(self, topic: str, rows: Rows) -> Iterator[tuple[str, Rows]]:
         """The rows of each table; a row is in none, one or several of them."""
         if self.by_topic():
@@ -86,11 +90,12 @@ class Route:
         values = pc.dictionary_encode(found.text())
         texts = values.dictionary.to_pylist()
         codes = pc.fill_null(values.indices, len(texts)).to_numpy(zero_copy_only=False)
-        tables = self.tables or {text: f"^{re.escape(text)}$" for text in texts if text}
+        if not self.tables:
+            return {text: codes == code for code, text in enumerate(texts) if text}
         # The last code stands for null, which matches nothing.
-        anywhere = (codes == len(texts)) & (rows.ops == Op.DELETE) & bool(self.tables)
+        anywhere = (codes == len(texts)) & (rows.ops == Op.DELETE)
         masks = {}
-        for table, pattern in tables.items():
+        for table, pattern in self.tables.items():
             matches = [bool(re.search(pattern, text)) for text in texts]
             masks[table] = np.array([*matches, False])[codes] | anywhere
         return masks

@@ -232,7 +232,20 @@ class TableChanges:
             rejected = {**rejected, **dict.fromkeys(strays, "the record belongs to no table")}
             yield from self._letters(where.topic, where, records, rejected)
             for table, own in route.cut(where.topic, rows):
-                yield from self._changes_of(table, where, records, own, at)
+                reason = self._refused(table)
+                if reason is None:
+                    yield from self._changes_of(table, where, records, own, at)
+                else:
+                    nowhere = dict.fromkeys(own.records.tolist(), reason)
+                    yield from self._letters(where.topic, where, records, nowhere)
+
+    def _refused(self, table: str) -> str | None:
+        """Why records that name a table cannot have it; None when they can."""
+        if not self._reading.route.by_records():
+            return None
+        # Tables of dead letters are there as well, and no record's.
+        known = table in self._targets.tables() and not table.endswith(dead_letters.SUFFIX)
+        return None if known else self._targets.refused(table)
 
     def _decided(self, part: Decoded) -> tuple[Rows, Mapping[int, str]]:
         """The rows that can be handled, and why others cannot.

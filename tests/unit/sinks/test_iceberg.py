@@ -218,11 +218,11 @@ def test_the_key_is_the_given_one_then_the_remembered_one_then_the_sources():
 
 
 def test_an_existing_table_is_identified_by_its_own_columns():
-    """I10: an existing table is used as it is."""
+    """I10: an existing table that the configuration names is used as it is."""
     lake = Lake()
     schema = new_schema(SHAPE).model_dump_json()
     MemoryCatalog(lake).create(name("t"), NewTable(schema_json=schema))
-    owner = sink(lake)
+    owner = sink(lake, tables={"t": TableOptions(table="t")})
     owner.claim(["t"])
     owner.prepare("t", lambda: None)
     assert list(owner.writer(epoch(1, 0, 1), ["t"]).key("t")) == ["id"]

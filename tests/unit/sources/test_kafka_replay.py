@@ -43,6 +43,9 @@ class Targets:
             ]
         ).model_dump_json()
 
+    def refused(self, table):
+        return None
+
     def key(self, table):
         return self._key
 

@@ -8,6 +8,7 @@ import pytest
 from icestream.epoch import Epoch
 from icestream.errors import ConfigInvalid, DataRejected, HistoryLost
 from icestream.frontier import START, Frontier
+from icestream.names import TableNames
 from icestream.schema import TableShape
 from icestream.sources import kafka
 from icestream.sources.kafka import VALID_THROUGH, Budget, KafkaOptions, KafkaSource
@@ -376,3 +377,25 @@ def test_letters_that_nothing_tells_apart_are_refused(cluster):
     routed = with_letters(cluster, "t/0/3", route=Route(tables={"t": "", "u": ""}))
     with pytest.raises(ConfigInvalid, match="lie in one table"):
         routed.letters(upper, None, as_is=False)
+
+
+def test_topics_that_cannot_be_tables_of_their_own_are_refused_as_soon_as_they_are_there(cluster):
+    """I16, K2, Mend a2, Mend a4: also when the second appears while the first is read."""
+    cluster.ids = {"eu.t": "one"}
+    cluster.ends = {("eu.t", 0): (0, 10)}
+    reader = source()
+    reader.table_names = TableNames()
+    assert reader.available(START)
+    for other, message in [
+        ("us.t", "two source tables go into one"),
+        ("shop.", "cannot become an Iceberg table"),
+        ("x__dead_letters", "has a name of dead letters"),
+    ]:
+        cluster.ids = {"eu.t": "one", other: "two"}
+        cluster.ends = {("eu.t", 0): (0, 10), (other, 0): (0, 0)}
+        with pytest.raises(ConfigInvalid, match=message):
+            reader.available(START)
+    cluster.ids = {"eu.t": "one", "us.t": "two"}
+    cluster.ends = {("eu.t", 0): (0, 10), ("us.t", 0): (0, 0)}
+    reader.table_names = TableNames(given={"us.t": "us_t"})
+    assert reader.available(START)

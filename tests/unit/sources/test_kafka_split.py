@@ -10,6 +10,7 @@ from icestream import dead_letters
 from icestream.errors import DataRejected
 from icestream.schema import Column, TableShape
 from icestream.sources import TablesUnready
+from icestream.sources.kafka import formats
 from icestream.sources.kafka import split as splits
 from icestream.sources.kafka.envelope import UNAVAILABLE_VALUE, ValueOptions
 from icestream.sources.kafka.route import Route
@@ -243,3 +244,49 @@ def test_a_required_column_stays_so_when_its_value_is_not_sent():
     taken(destination, [event("c", id=1, big="a")])
     taken(destination, [event("u", id=1, big=KEPT)])
     assert destination.rows["t"] == {(1,): {"id": 1, "big": "a"}}
+
+
+class Naming(Destination):
+    """Tables whose names records give; other names are refused by their last character."""
+
+    def refused(self, table: str) -> str | None:
+        return "no such table" if table.endswith("!") else None
+
+
+def test_records_that_name_a_table_that_cannot_be_are_letters_of_their_topic():
+    """I16, K4, Mend a4: each for itself, and the others are taken."""
+    destination = Naming(t=shape(), a=shape())
+    route = Route(field="tab")
+    how = reading(value=UPSERT, route=route)
+    tabs = ["a", "b!", "a", "t__dead_letters", ""]
+    pairs = [({"id": n}, {"id": n, "n": n, "big": "x", "tab": tab}) for n, tab in enumerate(tabs)]
+    with pytest.raises(TablesUnready):
+        destination.read(split_of({("t", 0): [records(*pairs)]}, how))
+    stopping = reading(value=UPSERT, route=route, dead_letters=False)
+    with pytest.raises(DataRejected, match="cannot be taken") as caught:
+        destination.read(split_of({("t", 0): [records(pairs[1])]}, stopping))
+    assert "offset 0: no such table" in caught.value.detail
+    assert "b!" not in str(caught.value)
+    del pairs[3]
+    columns = {"tab": StringType()}
+    destination = Naming(t=shape(), a=shape(**columns))
+    found = destination.read(split_of({("t", 0): [records(*pairs)]}, how))
+    assert [row["id"] for row in found["a"]] == [0, 2]
+    letters = found[dead_letters.table_of("t")]
+    assert sorted(row["error"] for row in letters) == [
+        "no such table",
+        "the record belongs to no table",
+    ]
+
+
+def test_a_value_with_a_line_break_is_another_value():
+    """K4, Mend a4: `a` and `a\\n` are two tables, not one in the other."""
+    texts = ["a", "a\n", "b", "a"]
+    pairs = [({"id": n}, {"id": n, "tab": text}) for n, text in enumerate(texts)]
+    with pytest.raises(TablesUnready) as caught:
+        how = reading(value=UPSERT, route=Route(field="tab"))
+        list(split_of({("t", 0): [records(*pairs)]}, how).changes(Naming()))
+    assert set(caught.value.shapes) == {"a", "a\n", "b"}
+    [part] = formats.decoded(records(*pairs), how.value, None)
+    cut = {table: rows.records.tolist() for table, rows in how.route.cut("t", part.rows)}
+    assert cut == {"a": [0, 3], "a\n": [1], "b": [2]}
