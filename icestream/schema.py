@@ -52,6 +52,8 @@ NAME_MAPPING = "schema.name-mapping.default"
 # The digits that any whole number of the type has at most.
 _WHOLE_DIGITS: dict[type, int] = {IntegerType: 10, LongType: 19}
 _DECIMAL_DIGITS_MAX = 38
+# Days before 1970-01-01 of the first day of the year 0.
+_FIRST_OF_YEAR_0 = -719_528
 # Types of a table's column that hold every value of another type, beside the type itself.
 _HELD_BY: dict[type, tuple[type, ...]] = {
     IntegerType: (LongType, DoubleType),
@@ -107,6 +109,15 @@ class SchemaGap(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return SchemaGap, (self.table, self.columns)
+
+
+def calendar_day(number: int) -> tuple[int, int, int]:
+    """Year, month and day of a day counted from 1970-01-01; the year before 1 is 0.
+
+    Tables hold days of many more years than Python's own dates do.
+    """
+    year, month, day = str(np.datetime64(number, "D")).removeprefix("-").split("-")
+    return int(year) if number >= _FIRST_OF_YEAR_0 else -int(year), int(month), int(day)
 
 
 def parse_type(text: str) -> IcebergType:

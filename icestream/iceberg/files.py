@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,7 +27,13 @@ from pyiceberg.io.pyarrow import (
     parquet_path_to_id_mapping,
 )
 from pyiceberg.schema import Schema
-from pyiceberg.types import UUIDType
+from pyiceberg.types import (
+    DateType,
+    PrimitiveType,
+    TimestampType,
+    TimestamptzType,
+    UUIDType,
+)
 
 from icestream.errors import TargetUnavailable, check
 
@@ -39,6 +45,7 @@ _TARGET_FILE_BYTES = 512 * 1024 * 1024
 _ROW_GROUP_BYTES = 128 * 1024 * 1024
 _PAGE_BYTES = 1024 * 1024
 _DICTIONARY_BYTES = 2 * 1024 * 1024
+_NUMBERED = (DateType, TimestampType, TimestamptzType)
 # Code points that no text may hold.
 _SURROGATES = range(0xD800, 0xE000)
 
@@ -212,6 +219,15 @@ def _metrics(
     for field_id, column in plan.items():
         if column.iceberg_type == UUIDType():
             plan[field_id] = replace(column, mode=none)
+    # Python has no date before the year 1 or after 9999: these bounds stay numbers.
+    counts = match_metrics_mode("counts")
+    numbered = {
+        field_id: column.iceberg_type
+        for field_id, column in plan.items()
+        if isinstance(column.iceberg_type, _NUMBERED) and column.mode not in (none, counts)
+    }
+    for field_id in numbered:
+        plan[field_id] = replace(plan[field_id], mode=counts)
     found = data_file_statistics_from_parquet_metadata(metadata, plan, field_ids)
     for field_id in _without_bounds(metadata, field_ids):
         found.column_aggregates.pop(field_id, None)
@@ -220,6 +236,7 @@ def _metrics(
             aggregate.current_max = upper_text(aggregate.current_max, aggregate.trunc_length)
     statistics = found.to_serialized_dict()
     counted = set(statistics["value_counts"])
+    bounds = _numbered_bounds(metadata, field_ids, numbered)
     values = {column.field_id: rows.num_rows for column in uuids}
     nulls = {column.field_id: rows.column(column.name).null_count for column in uuids}
     nan_counts = {
@@ -232,10 +249,38 @@ def _metrics(
         "value-counts": _pairs({**statistics["value_counts"], **values}),
         "null-value-counts": _pairs({**statistics["null_value_counts"], **nulls}),
         "nan-value-counts": _pairs(nan_counts),
-        "lower-bounds": _hex_pairs(statistics["lower_bounds"]),
-        "upper-bounds": _hex_pairs(statistics["upper_bounds"]),
+        "lower-bounds": _hex_pairs({**statistics["lower_bounds"], **bounds[0]}),
+        "upper-bounds": _hex_pairs({**statistics["upper_bounds"], **bounds[1]}),
         "split_offsets": statistics["split_offsets"],
     }
+
+
+def _numbered_bounds(
+    metadata: pq.FileMetaData, field_ids: Mapping[str, int], kinds: Mapping[int, PrimitiveType]
+) -> tuple[dict[int, bytes], dict[int, bytes]]:
+    """Lower and upper bounds of dates and timestamps, in Iceberg's form of single values."""
+    ends: dict[int, list[int]] = {}
+    unknown = set()
+    for group in range(metadata.num_row_groups):
+        for number in range(metadata.num_columns):
+            column = metadata.row_group(group).column(number)
+            field_id, statistics = field_ids[column.path_in_schema], column.statistics
+            if field_id not in kinds:
+                continue
+            if statistics is None:
+                unknown.add(field_id)
+            elif statistics.has_min_max:
+                ends.setdefault(field_id, []).extend([statistics.min_raw, statistics.max_raw])
+    known = {number: found for number, found in ends.items() if number not in unknown}
+    sizes = {number: 4 if isinstance(kinds[number], DateType) else 8 for number in known}
+
+    def written(end: Callable[[list[int]], int]) -> dict[int, bytes]:
+        return {
+            number: end(found).to_bytes(sizes[number], "little", signed=True)
+            for number, found in known.items()
+        }
+
+    return written(min), written(max)
 
 
 def _without_bounds(metadata: pq.FileMetaData, field_ids: Mapping[str, int]) -> set[int]:

@@ -40,6 +40,8 @@ def bound(column: pa.ChunkedArray) -> Bound | None:
         # writers do, so that they would pass over files which hold the key.
         return None
     distinct = column.unique()
+    if pa.types.is_temporal(distinct.type) and not _within_python(distinct):
+        return None
     if len(distinct) <= VALUES_MAX:
         return Bound(values=[_literal(value) for value in distinct])
     if pa.types.is_floating(distinct.type):
@@ -50,6 +52,15 @@ def bound(column: pa.ChunkedArray) -> Bound | None:
         # Arrow does not order this type: nothing is said, and every file is read.
         return None
     return Bound(values=[_literal(ends["min"]), _literal(ends["max"])], ranged=True)
+
+
+def _within_python(column: pa.Array) -> bool:
+    """Whether Python can tell these days or times: it knows the years 1 to 9999."""
+    try:
+        ends = pc.min_max(column)
+        return bool(ends["min"].as_py() and ends["max"].as_py())
+    except (OverflowError, ValueError):
+        return False
 
 
 def _literal(value: pa.Scalar) -> Any:

@@ -20,7 +20,6 @@ import dataclasses
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import date, timedelta
 from typing import Any
 
 import numpy as np
@@ -28,15 +27,17 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyiceberg.partitioning import PartitionSpec
 from pyiceberg.schema import Schema
-from pyiceberg.types import NestedField, StructType
+from pyiceberg.transforms import MonthTransform, Transform, YearTransform
+from pyiceberg.types import IcebergType, NestedField, StructType
 
 from icestream.change import AT, BEFORE, OP, SEQ, fold
 from icestream.errors import SchemaRejected
 from icestream.iceberg.catalog import WriteTarget
 from icestream.iceberg.files import DATA, EQUALITY_DELETES, Closed, FileClosed, ParquetFolder
 from icestream.names import TableNames
-from icestream.schema import arrow_schema, renamed_type, schema_from_json
+from icestream.schema import arrow_schema, calendar_day, renamed_type, schema_from_json
 
+_FRACTION_DIGITS = {"us": 6, "ns": 9}
 # What a change batch has beside the table's own columns.
 _MARKS = (OP, AT, SEQ, BEFORE)
 
@@ -242,7 +243,7 @@ def _by_partition(
     for field in spec.fields:
         kind = schema.find_type(field.source_id)
         column = _plain(_column(images, _path(schema.fields, field.source_id)))
-        values[str(field.field_id)] = field.transform.pyarrow_transform(kind)(column)
+        values[str(field.field_id)] = transformed(column, field.transform, kind)
     names = list(values)
     # Void gives nulls of the source's type; dictionary codes make any column comparable.
     codes = pa.table({name: _codes(array) for name, array in values.items()}).append_column(
@@ -255,10 +256,27 @@ def _by_partition(
     for indices in groups.column("row_list"):
         first = indices.values[0].as_py()
         partition = {
-            name: partition_value(values[name][first].as_py(), str(result_types[name]), name, spec)
+            name: partition_value(_value(values[name][first]), str(result_types[name]), name, spec)
             for name in names
         }
         yield partition, rows.take(indices.values)
+
+
+def transformed(column: pa.Array, transform: Transform[Any, Any], kind: IcebergType) -> pa.Array:
+    """The column's partition values.
+
+    For years and months of days far away the library has null, and readers would look elsewhere.
+    """
+    if not isinstance(transform, YearTransform | MonthTransform):
+        return transform.pyarrow_transform(kind)(column)
+    nulls = column.is_null().to_numpy(zero_copy_only=False)
+    dated = pa.types.is_date32(column.type)
+    numbers = column.cast(pa.int32() if dated else pa.int64()).fill_null(0).to_numpy()
+    if not dated:
+        numbers = numbers // (86_400 * 10 ** _FRACTION_DIGITS[column.type.unit])
+    unit = "Y" if isinstance(transform, YearTransform) else "M"
+    found = numbers.astype("datetime64[D]").astype(f"datetime64[{unit}]").astype(np.int64)
+    return pa.array(found.astype(np.int32), mask=nulls)
 
 
 def _path(fields: Sequence[NestedField], field_id: int) -> list[str]:
@@ -292,13 +310,34 @@ def _codes(array: pa.Array) -> pa.Array:
     return pc.fill_null(pc.dictionary_encode(array).indices, -1)
 
 
+def _value(scalar: pa.Scalar) -> Any:
+    """A value as Python has it; days and timestamps, which may lie beyond its years, as texts."""
+    kind = scalar.type
+    if scalar.is_valid and pa.types.is_date32(kind):
+        return iso_day(scalar.value)
+    if scalar.is_valid and pa.types.is_timestamp(kind):
+        digits = _FRACTION_DIGITS[kind.unit]
+        day, rest = divmod(scalar.value, 86_400 * 10**digits)
+        second, fraction = divmod(rest, 10**digits)
+        clock = f"{second // 3600:02d}:{second // 60 % 60:02d}:{second % 60:02d}"
+        return f"{iso_day(day)}T{clock}.{fraction:0{digits}d}{'+00:00' if kind.tz else ''}"
+    return scalar.as_py()
+
+
+def iso_day(number: int) -> str:
+    """A day, counted from 1970-01-01, as ISO 8601 writes it in any year."""
+    year, month, day = calendar_day(number)
+    shown = f"{year:04d}" if 0 <= year <= 9999 else f"{year:+05d}"
+    return f"{shown}-{month:02d}-{day:02d}"
+
+
 def partition_value(value: Any, result_type: str, field_id: str, spec: PartitionSpec) -> Any:
     """A partition value in Iceberg's JSON form of single values."""
     if value is None:
         return None
     transform = str(next(f.transform for f in spec.fields if str(f.field_id) == field_id))
     if transform == "day":
-        return (date(1970, 1, 1) + timedelta(days=value)).isoformat()
+        return value if isinstance(value, str) else iso_day(value)
     if isinstance(value, bytes):
         if result_type == "uuid":
             text = value.hex()

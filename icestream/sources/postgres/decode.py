@@ -231,7 +231,11 @@ TYPE_RULES: Sequence[tuple[str, str, str]] = (
     ("enum", "string", "The label."),
     ("uuid", "uuid", ""),
     ("bytea", "binary", ""),
-    ("date", "date", "infinity and -infinity become the greatest and the least date."),
+    (
+        "date",
+        "date",
+        "infinity and -infinity become the greatest and the least date; years before 1 stay.",
+    ),
     ("time", "time", "24:00:00 is refused: declare the column as string if it can occur."),
     (
         "timestamp",

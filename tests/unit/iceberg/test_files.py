@@ -10,7 +10,17 @@ import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 import pytest
 from pyiceberg.schema import Schema
-from pyiceberg.types import DoubleType, ListType, LongType, NestedField, StringType, UUIDType
+from pyiceberg.types import (
+    DateType,
+    DoubleType,
+    ListType,
+    LongType,
+    NestedField,
+    StringType,
+    TimestampType,
+    TimestamptzType,
+    UUIDType,
+)
 
 from icestream.errors import Broken, TargetUnavailable
 from icestream.iceberg.files import (
@@ -251,6 +261,47 @@ def test_bounds_of_text_are_truncated_and_still_bounds(tmp_path):
     upper = bytes.fromhex(metric(closed, "upper-bounds")[4]).decode()
     assert (len(lower), len(upper)) == (16, 16)
     assert lower <= low < high <= upper
+
+
+def test_bounds_of_dates_that_python_has_not(tmp_path):
+    """Mend d3: endless dates, and dates before the year 1 or after 9999; lists have no bounds."""
+    schema = Schema(
+        NestedField(field_id=1, name="d", field_type=DateType(), required=False),
+        NestedField(field_id=2, name="t", field_type=TimestamptzType(), required=False),
+        NestedField(
+            field_id=3,
+            name="l",
+            field_type=ListType(element_id=4, element_type=DateType(), element_required=False),
+            required=False,
+        ),
+        NestedField(field_id=5, name="n", field_type=TimestampType(), required=False),
+    )
+    fields = arrow_schema(schema)
+    days, times = [2**31 - 1, -(2**31), None], [2**63 - 1, None, -(2**63)]
+    table = pa.table(
+        [
+            pa.array(days, pa.int32()).cast(pa.date32()),
+            pa.array(times, pa.int64()).cast(fields.field("t").type),
+            pa.array([days, [], None], pa.list_(pa.int32())).cast(fields.field("l").type),
+            pa.nulls(3, fields.field("n").type),
+        ],
+        schema=fields,
+    )
+    properties = {"write.parquet.row-group-size-bytes": "1"}
+    for each in ({}, properties):
+        (closed,) = ParquetFolder(str(tmp_path), {}, each).write(table, schema, DATA, 0)
+        lower, upper = metric(closed, "lower-bounds"), metric(closed, "upper-bounds")
+        assert {k: bytes.fromhex(v) for k, v in lower.items()} == {
+            1: struct.pack("<i", -(2**31)),
+            2: struct.pack("<q", -(2**63)),
+        }
+        assert bytes.fromhex(upper[1]) == struct.pack("<i", 2**31 - 1)
+        assert bytes.fromhex(upper[2]) == struct.pack("<q", 2**63 - 1)
+        assert metric(closed, "value-counts")[1] == 3
+    for off in ("none", "counts"):
+        modes = {"write.metadata.metrics.default": off}
+        (closed,) = ParquetFolder(str(tmp_path), {}, modes).write(table, schema, DATA, 0)
+        assert metric(closed, "lower-bounds") == {}
 
 
 @pytest.mark.parametrize(("mode", "counts"), [("full", {2: 3}), ("none", {})])

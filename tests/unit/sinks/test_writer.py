@@ -41,6 +41,7 @@ from icestream.change import AT, BEFORE, OP, SEQ, Op
 from icestream.errors import SchemaRejected
 from icestream.iceberg.files import DATA, EQUALITY_DELETES, FileClosed
 from icestream.schema import arrow_schema
+from icestream.sinks.iceberg import writer
 from tests.property.tables import GLOBAL_SPEC_ID, SPEC_ID, LocalTable, partitions
 
 SCHEMA = Schema(
@@ -418,3 +419,23 @@ def test_sorting_by_a_uuid_works(tmp_path):
     ids = [uuid.UUID(int=9), uuid.UUID(int=3)]
     (data,) = local.write(rows.append_column("u", column_of(UUIDType(), ids)))
     assert pq.read_table(data.path).column("id").to_pylist() == [2, 1]
+
+
+def test_partitions_of_days_that_python_has_not():
+    """Mend d3: endless dates fall into the years, months and days that readers compute."""
+    days = [2**31 - 1, -(2**31), 0, -1, None, -719_529, 18_000]
+    dates = pa.array(days, pa.int32()).cast(pa.date32())
+    times = pa.array([2**63 - 1, -(2**63), 0, -1, None], pa.int64()).cast(pa.timestamp("us", "UTC"))
+    near = dates.slice(2)
+    for transform in (YearTransform(), MonthTransform()):
+        found = writer.transformed(near, transform, DateType())
+        assert found.to_pylist() == transform.pyarrow_transform(DateType())(near).to_pylist()
+    years = writer.transformed(dates, YearTransform(), DateType()).to_pylist()
+    assert years[:2] == [5_881_580 - 1970, -5_877_641 - 1970]
+    months = writer.transformed(dates, MonthTransform(), DateType()).to_pylist()
+    assert months[:2] == [(5_881_580 - 1970) * 12 + 6, (-5_877_641 - 1970) * 12 + 5]
+    years = writer.transformed(times, YearTransform(), TimestamptzType()).to_pylist()
+    assert years == [294_247 - 1970, -290_308 - 1970, 0, -1, None]
+    texts = [writer.iso_day(day) for day in days if day is not None]
+    assert texts[:2] == ["+5881580-07-11", "-5877641-06-23"]
+    assert texts[2:] == ["1970-01-01", "1969-12-31", "-0001-12-31", "2019-04-14"]
