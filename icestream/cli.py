@@ -31,7 +31,7 @@ from icestream.epoch import resume_point
 from icestream.errors import ConfigInvalid, IcestreamError
 from icestream.iceberg.catalog import Table, catalog_properties
 from icestream.iceberg.snapshots import History
-from icestream.pipeline import Pipeline
+from icestream.pipeline import Pipeline, unclaimed
 from icestream.sinks.iceberg import IcebergSink
 from icestream.sinks.opensearch import OpenSearchOptions
 from icestream.sources import LettersTried
@@ -243,6 +243,7 @@ def _check_one(pipeline: PipelineConfig, spark: Any) -> dict[str, Any]:
         Selects(spark, pipeline.transform)
     tables = list(source.tables())
     progress = sink.durable(tables)
+    source.unclaimed(unclaimed(tables, progress))
     source.verify(resume_point(progress).at)
     source.close()
     return {"pipeline": pipeline.name, "tables": tables, "existing": sorted(progress)}

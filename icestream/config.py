@@ -395,7 +395,9 @@ def open_source(config: PipelineConfig, spark: SparkSession) -> Source:
         return _kafka_source(config, options, spark.sparkContext.defaultParallelism)
     if isinstance(options, PostgresOptions):
         parallelism = spark.sparkContext.defaultParallelism
-        return PostgresSource(options, config.name, config.cadence.epoch_bytes_max, parallelism)
+        bytes_max = config.cadence.epoch_bytes_max
+        by = partial(_delete_columns, config)
+        return PostgresSource(options, config.name, bytes_max, parallelism, by)
 
     def index(tasks: Sequence[Any]) -> Sequence[Any]:
         return map_tasks(spark, tasks)
@@ -405,6 +407,18 @@ def open_source(config: PipelineConfig, spark: SparkSession) -> Source:
         workers = spark.sparkContext.defaultParallelism
         return CockroachdbTopics(options, config.name, index, workers, bytes_max)
     return CockroachdbFiles(options, config.name, index, bytes_max)
+
+
+def _delete_columns(config: PipelineConfig, table: str) -> Sequence[str]:
+    """The columns that the sink deletes rows of a table by, as the source names them.
+
+    None when the source's key decides, or a transform may have given them other names.
+    """
+    sink = config.sink
+    if not isinstance(sink, IcebergSinkOptions) or table in config.transform:
+        return ()
+    options = sink.tables.get(table) or sink.tables.get(ANY_TABLE) or TableOptions()
+    return options.equality_delete_by or sink.equality_delete_by
 
 
 def _kafka_source(config: PipelineConfig, options: KafkaOptions, workers: int) -> KafkaSource:

@@ -237,10 +237,7 @@ class Pipeline:
         """What the tables that are there remember; the source is told of them."""
         tables = self._source.tables()
         before = self._retry(partial(self._sink.durable, tables))
-        # A table that bears no generation was never this pipeline's, whatever others remember.
-        self._source.unclaimed(
-            [name for name in tables if name not in before or not before[name].generation]
-        )
+        self._source.unclaimed(unclaimed(tables, before))
         self._source.found(before.keys())
         return before
 
@@ -618,6 +615,11 @@ def _with_stored(part: Part, table: str, stored: pa.Table | None) -> Part:
 def _of_many(part: Part) -> bool:
     """Whether a part may have changes of tables that it does not name."""
     return not part.tables or (isinstance(part, Split) and not isinstance(part, TableSplit))
+
+
+def unclaimed(tables: Iterable[str], progress: Mapping[str, Progress]) -> list[str]:
+    """Tables that bear no generation: they were never this pipeline's, whatever others remember."""
+    return [name for name in tables if name not in progress or not progress[name].generation]
 
 
 def _all_but(tables: Collection[str]) -> Callable[[str], bool]:

@@ -15,11 +15,10 @@ import contextlib
 import logging
 import struct
 import sys
-import tempfile
 import threading
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -68,7 +67,9 @@ from icestream.sources.postgres.connection import (
     parse_dsn,
 )
 from icestream.sources.postgres.decode import TYPES_QUERY, PgType, in_binary, kinds_by_oid
+from icestream.sources.postgres.publications import Coverage, left_out, waiting
 from icestream.sources.postgres.server import PgTable, Server, Slot, table_name
+from icestream.sources.postgres.spool import Spool
 from icestream.sources.postgres.wal import SILENCE_SECONDS, Segment, Start, WalReader, Witness
 
 log = logging.getLogger(__name__)
@@ -84,6 +85,8 @@ _SLOT_SECONDS = 10.0
 _SLOT_FREE_SECONDS_MAX = 5.0
 # A transaction may be in the stream before it is over for other sessions; that ends soon.
 _SNAPSHOT_ATTEMPTS_MAX = 100
+# How long one look for changes waits for transactions that hold up a copy, before it says so.
+_SETTLE_SECONDS_MAX = 5.0
 _SPLIT_BYTES = 64 * 1024**2
 _SPLITS_MAX = 16
 # Tables that are altered just when their first copy begins make it begin anew.
@@ -119,12 +122,18 @@ class PostgresOptions:
         default_factory=dict,
         metadata={"doc": "Columns that identify a row, for tables without a primary key."},
     )
+    parents_alone: Sequence[str] = field(
+        default=(),
+        metadata={"doc": "Tables with inheritance children of which only their own rows come."},
+    )
     columns: Mapping[str, Mapping[str, str]] = field(
         default_factory=dict, metadata={"doc": "Iceberg types by table and column, over the rule."}
     )
     spool: str = field(
         default="",
-        metadata={"doc": "Folder for changes on their way, which coordinator and workers reach."},
+        metadata={
+            "doc": "Folder for changes on their way; coordinator and workers reach it as one user."
+        },
     )
 
     def __post_init__(self) -> None:
@@ -155,16 +164,27 @@ class PostgresSource(Source):
     keyed = True
 
     def __init__(
-        self, options: PostgresOptions, pipeline: str, bytes_max: int, parallelism: int = 2
+        self,
+        options: PostgresOptions,
+        pipeline: str,
+        bytes_max: int,
+        parallelism: int = 2,
+        delete_columns: Callable[[str], Sequence[str]] = lambda _: (),
     ):
         self._options = options
         self._parallelism = parallelism
+        self._delete_columns = delete_columns
         self._bytes_max = bytes_max
         self._server = Server(parse_dsn(options.dsn), pipeline, options.slot, options.publication)
-        self._spool: Path | None = None
+        self._pipeline = pipeline
+        self._spool: Spool | None = None
         self._tables: dict[str, PgTable] = {}
         self._identity = ""
-        self._added_xid = 0
+        self._seen_at = 0
+        self._settled = False
+        self._waiting: SourceUnavailable | None = None
+        self._covered: dict[str, Coverage] = {}
+        self._refused: NeedsOperator | None = None
         self._unclaimed: set[str] = set()
         self._again: dict[str, Position] = {}
         self._any_gone = False
@@ -194,9 +214,10 @@ class PostgresSource(Source):
         if not self._tables:
             self._server.check()
             self._identity = self._server.identity()
-            found = self._server.tables(
-                self._options.tables, self._options.identifier_columns, self._declared()
-            )
+            found = self._server.tables(self._options.tables, self._identifiers, self._declared())
+            strays = self._server.strays(found, self._options.parents_alone)
+            if strays is not None:
+                raise strays
             for table in found:
                 if not table.key:
                     log.warning(
@@ -206,6 +227,17 @@ class PostgresSource(Source):
                     )
             self._tables = {table.name: table for table in found}
         return list(self._tables)
+
+    def _identifiers(self, table: str) -> Sequence[str]:
+        """The columns that the configuration says to identify a row; none for the table's key."""
+        given = self._options.identifier_columns.get(table, ())
+        deleted_by = self._delete_columns(table)
+        if given and deleted_by and set(given) != set(deleted_by):
+            raise ConfigInvalid(
+                f"`identifier_columns` and `equality_delete_by` differ for table {table}",
+                hint="Leave one of them out: both say which columns identify a row.",
+            )
+        return given or deleted_by
 
     def known_tables(self) -> Sequence[str]:
         """Those that the configuration names in full."""
@@ -228,6 +260,8 @@ class PostgresSource(Source):
     def available(self, lower: Frontier) -> Sequence[Frontier]:
         """The next rounds of copies, or the ends of what has come of the stream."""
         self.tables()
+        if self._refused is not None:
+            raise self._refused
         at = self._started(lower)
         emptying = self._emptied_first(at)
         if emptying is not None:
@@ -264,14 +298,19 @@ class PostgresSource(Source):
     def verify(self, durable: Frontier) -> None:
         """Raise what would stop a run: checks of the server, and whether its history is there."""
         self.tables()
-        self._server.verify_publication(list(self._tables.values()))
         self._refuse_other_server(durable)
+        self._refuse_left_out(durable)
+        self._server.verify_publication(list(self._tables.values()))
         if durable[self._wal]:
             needed = self._witness_of(durable[self._wal])
             position = durable[self._wal][0]
             self._server.require_history(
                 self._server.slot(), position, needed.at if needed else position
             )
+
+    def trouble(self) -> IcestreamError | None:
+        """Transactions that a copy waits for."""
+        return self._waiting
 
     def give_up(self, lost: SplitsLost) -> None:
         """Let go of the snapshots: someone may wait for the locks that come with them."""
@@ -361,10 +400,7 @@ class PostgresSource(Source):
         if self._bar is not None:
             self._bar.close()
         if self._spool is not None:
-            with contextlib.suppress(OSError):
-                for path in self._spool.iterdir():
-                    path.unlink()
-                self._spool.rmdir()
+            self._spool.close()
 
     # --- starting -----------------------------------------------------------------------------
 
@@ -382,8 +418,11 @@ class PostgresSource(Source):
         """Be ready to serve what follows `lower`; returns it with what the start decided."""
         self._refuse_other_server(lower)
         if self._reader is None and self._initial is None:
-            added = self._server.publish(list(self._tables.values()))
-            self._added_xid = max(self._added_xid, added)
+            self._refuse_left_out(lower)
+            self._server.publish(list(self._tables.values()))
+            # Before all that is read: what changes from now on is found to be another one.
+            self._covered = self._server.coverage(list(self._tables.values()))
+            self._seen_at = self._seen_at or self._server.next_transaction()
             published = self._server.published(list(self._tables.values()))
             self._tables = {table.name: table for table in published}
         at = self._known_tables(lower)
@@ -414,6 +453,42 @@ class PostgresSource(Source):
 
     def _publications_hash(self) -> int:
         return zlib.crc32("\0".join(self._server.publications).encode())
+
+    def _refuse_left_out(self, lower: Frontier) -> None:
+        """Stop when a publication was not the same all the time since a table's copy."""
+        followed = [
+            table
+            for table in self._tables.values()
+            if self._stamped(lower, table)
+            and lower[_copy_name(table)][1:2] != (_EMPTYING,)
+            and table.name not in self._unclaimed
+            and _copy_name(table) not in self._again
+        ]
+        before = {table.name: lower[_published_name(table)][1:] for table in followed}
+        lost = self._lost(before, followed) if followed else None
+        if lost is not None:
+            raise lost
+
+    def _lost(
+        self, before: Mapping[str, Coverage], tables: Sequence[PgTable]
+    ) -> HistoryLost | None:
+        """What publications may have left out of these tables, by what covered them before."""
+        now = self._server.coverage(tables)
+        for publication in self._server.publications:
+            pairs = {
+                t.name: (before[t.name], now[t.name])
+                for t in tables
+                if t.name in now and self._server.publication_of(t) == publication
+            }
+            lost = left_out(publication, pairs)
+            if lost is not None:
+                return lost
+        return None
+
+    def _stamped(self, at: Frontier, table: PgTable) -> bool:
+        """Whether the frontier remembers what published the table since its present copy."""
+        stamp = at[_published_name(table)]
+        return bool(stamp) and stamp[:1] == at[_copy_name(table)][:1]
 
     def _slot_position(self) -> int:
         """Where the slot stands, when a table that the lake has lost may have known it alone.
@@ -458,14 +533,22 @@ class PostgresSource(Source):
             elif table.name in self._unclaimed:
                 # The lake lost it, or never got it: unless its copy has yet to begin, another does.
                 self._any_gone = True
-                if at[1:] != (_COPYING, 0, 0):
+                stamp = lower[_published_name(table)]
+                other = bool(stamp) and stamp[1:] != self._covered.get(table.name)
+                if at[1:] != (_COPYING, 0, 0) or other:
                     self._again[name] = (at[0] + 1, _EMPTYING)
         for name in lower.positions:
             if name.startswith("copy ") and name not in names and lower[name][1:2] != (_EMPTYING,):
                 # Its changes are no longer followed: if it comes back, it is copied anew.
                 positions[name] = (lower[name][0] + 1, _EMPTYING)
         self._unclaimed = set()
-        return lower.join(Frontier({**positions, **self._again}))
+        found = lower.join(Frontier({**positions, **self._again}))
+        stamps = {
+            _published_name(table): (*found[name][:1], *self._covered[table.name])
+            for name, table in names.items()
+            if table.name in self._covered and not self._stamped(found, table)
+        }
+        return found.join(Frontier(stamps))
 
     def _begin(self) -> int:
         """Create the slot, with a snapshot for the first copies; an existing one is adopted."""
@@ -493,9 +576,8 @@ class PostgresSource(Source):
     def _held_since(self, exported: str) -> Holder | None:
         """The holder of the slot's snapshot; None, and no slot, when a table changed its layout
         before the locks were had: its rows could not be read as of the snapshot."""
-        given = self._options.identifier_columns
         try:
-            found = self._server.tables(list(self._tables), given, self._declared())
+            found = self._server.tables(list(self._tables), self._identifiers, self._declared())
             self._tables = {table.name: table for table in self._server.published(found)}
             holder = self._hold(list(self._tables.values()), exported)
             if self._unaltered(holder, found):
@@ -571,18 +653,8 @@ class PostgresSource(Source):
     def _spool_folder(self) -> Path:
         """A folder of this run's own."""
         if self._spool is None:
-            given = self._options.spool or None
-            try:
-                self._spool = Path(tempfile.mkdtemp(prefix="icestream-spool-", dir=given))
-            except OSError as error:
-                raise ConfigInvalid(
-                    f"could not make a spool in {given or tempfile.gettempdir()}",
-                    detail=f"{error.strerror}.",
-                    hint="Name a folder that can be written to with `spool`.",
-                ) from error
-            # Workers may run as another user, or on another machine.
-            self._spool.chmod(0o755)
-        return self._spool
+            self._spool = Spool(self._options.spool, self._pipeline)
+        return self._spool.folder
 
     def _free_slot(self) -> Slot | None:
         """The slot, once the server has noticed that its last reader is gone."""
@@ -619,7 +691,7 @@ class PostgresSource(Source):
 
     def _describe(self, message: bytes) -> Relation | None:
         """A relation message as the pipeline's table, None for others."""
-        oid, schema, name, columns = _parse_relation(message)
+        oid, schema, name, sent, columns = _parse_relation(message)
         table = self._tables.get(table_name(schema, name))
         if table is None:
             return None
@@ -651,6 +723,13 @@ class PostgresSource(Source):
             raise SchemaRejected(
                 f"table {table.name} lost column {missing[0]} of its key",
                 hint="Give the table its key back, or copy it anew under another pipeline.",
+            )
+        if not set(table.key) <= sent:
+            raise SchemaRejected(
+                f"the replica identity of table {table.name} has changed",
+                detail=f"Its changes no longer name their row by {', '.join(table.key)}.",
+                hint="Give the table its replica identity back. Then run once without it in "
+                "`tables`, and add it again: it is emptied and copied anew.",
             )
         if self._in_binary and not all(in_binary(c.type, c.iceberg()) for c in described):
             self._in_binary = False
@@ -720,6 +799,10 @@ class PostgresSource(Source):
         """Bounds of the stream until it has passed the round's snapshot, then the round itself."""
         if self._later is not None and not self._later.holder.alive():
             self._end_later()
+        if self._later is None and not self._may_copy(at, table):
+            bounds = self._stream_until_settled(at, table)
+            if bounds or not self._settled:
+                return bounds
         if self._later is None:
             # All of the stream since the snapshot is kept until the round is committed, so the
             # snapshot is taken when the stream has come close.
@@ -735,30 +818,47 @@ class PostgresSource(Source):
         self._plans[key] = later.table, later.plan, later.holder.snapshot
         return [at.join(Frontier({key[0]: after}))]
 
+    def _may_copy(self, at: Frontier, table: PgTable) -> bool:
+        """Whether all transactions have ended that began before the table was seen published."""
+        begun = at[_copy_name(table)][2:4] != (0, 0)
+        return self._settled or begun
+
+    def _stream_until_settled(self, at: Frontier, table: PgTable) -> Sequence[Frontier]:
+        """Bounds of the stream while a copy waits for transactions; no lock is held meanwhile."""
+        deadline = time.monotonic() + _SETTLE_SECONDS_MAX
+        while True:
+            pids = self._server.running(self._seen_at)
+            if pids is None:
+                self._settled, self._waiting = True, None
+                return []
+            bounds = self._stream_bounds(at, 0)
+            if time.monotonic() > deadline:
+                self._waiting = waiting(table.name, pids)
+            if bounds or self._waiting is not None:
+                return bounds
+            time.sleep(_POLL_SECONDS)
+
     def _begin_later(self, at: Frontier, table: PgTable) -> _LaterRound:
         """Pin a snapshot that holds all that was streamed up to `at`."""
         assert self._reader is not None
-        given = self._options.identifier_columns
-        fresh = self._server.tables([table.name], given, self._declared())
+        fresh = self._server.tables([table.name], self._identifiers, self._declared())
         self._tables[table.name] = table = self._server.published(fresh)[0]
         for _ in range(_SNAPSHOT_ATTEMPTS_MAX):
             holder = self._hold([table])
             try:
                 seen = holder.lacks(self._reader.recent_xids())
-                settled = holder.oldest_xid() > self._added_xid
             except BaseException:
                 holder.close()
                 raise
-            if settled and not seen:
+            if not seen:
                 self._refuse_keyless(table, holder)
                 break
-            # A transaction that we have seen is not over for others, or one that began before the
-            # table was published still runs: what it did to the table would be missed.
+            # A transaction that we have seen is not over for others.
             holder.close()
             self._pause()
         else:
             raise SourceUnavailable(
-                f"waiting for transactions to end before table {table.name} can be copied"
+                f"could not take a snapshot of table {table.name} that has what was streamed"
             )
         position = at[_copy_name(table)]
         if self._bar is None:
@@ -976,6 +1076,7 @@ class PostgresSource(Source):
             try:
                 self._yield_locks()
                 self._note_slot(self._server.slot())
+                self._note_publications()
             except NotAccepting:
                 # It shuts down, and would wait until all of its log is sent; we may not read now.
                 reader = self._reader
@@ -991,6 +1092,13 @@ class PostgresSource(Source):
             if holder is not None and self._server.blocks(holder.pid, LOCK_SECONDS):
                 log.info("someone waits for a lock of the copy: it goes on with another snapshot")
                 holder.close()
+
+    def _note_publications(self) -> None:
+        """Notice what is no longer published, or was never asked for; `available` then stops."""
+        covered = dict(self._covered)
+        tables = [table for table in list(self._tables.values()) if table.name in covered]
+        strays = self._server.strays(tables, self._options.parents_alone)
+        self._refused = self._lost(covered, tables) or strays
 
     def _note_slot(self, slot: Slot | None) -> None:
         """The slot's lag as a metric, and a warning before the server gives it up."""
@@ -1008,6 +1116,10 @@ class _TextNeeded(SourceUnavailable):
 
 def _copy_name(table: PgTable) -> str:
     return f"copy {table.name} {table.oid}"
+
+
+def _published_name(table: PgTable) -> str:
+    return f"published {table.name} {table.oid}"
 
 
 def _after(number: int, plan: Round) -> Position:
@@ -1029,8 +1141,9 @@ def _relation(table: PgTable) -> Relation:
     )
 
 
-def _parse_relation(message: bytes) -> tuple[int, str, str, list[tuple[str, int, int]]]:
-    """Oid, schema, name and columns (name, type, typmod) of a relation message."""
+def _parse_relation(message: bytes) -> tuple[int, str, str, set[str], list[tuple[str, int, int]]]:
+    """A relation message: oid, schema, name, columns that a row that goes sends, and all columns
+    (name, type, typmod)."""
     oid = struct.unpack_from(">I", message, 1)[0]
     place = 5
 
@@ -1042,13 +1155,17 @@ def _parse_relation(message: bytes) -> tuple[int, str, str, list[tuple[str, int,
         return found
 
     schema, name = text() or "pg_catalog", text()
+    in_full = message[place : place + 1] == b"f"
     count = struct.unpack_from(">h", message, place + 1)[0]
     place += 3
-    columns = []
+    columns, sent = [], set()
     for _ in range(count):
+        flagged = message[place] & 1
         place += 1
         column = text()
         kind, typmod = struct.unpack_from(">Ii", message, place)
         place += 8
         columns.append((column, kind, typmod))
-    return oid, schema, name, columns
+        if flagged or in_full:
+            sent.add(column)
+    return oid, schema, name, sent, columns

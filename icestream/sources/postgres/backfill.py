@@ -30,7 +30,12 @@ from icestream.errors import SourceUnavailable
 from icestream.schema import SchemaGap, arrow_schema, gaps, schema_from_json
 from icestream.sources import SplitsLost, TableSplit
 from icestream.sources.completion import plain
-from icestream.sources.postgres.changes import Relation, WalSplit, relation_columns
+from icestream.sources.postgres.changes import (
+    Relation,
+    WalSplit,
+    refuse_other_key,
+    relation_columns,
+)
 from icestream.sources.postgres.connection import (
     Connection,
     Dsn,
@@ -181,12 +186,6 @@ class Holder:
         unborn = int(first_unborn) & _XID_MASK
         return any(xid in running or (xid - unborn) & _XID_MASK < 2**31 for xid in xids)
 
-    def oldest_xid(self) -> int:
-        """All transactions before this one have ended."""
-        return int(
-            self._connection.one("SELECT pg_snapshot_xmin(pg_current_snapshot())::text::bigint")
-        )
-
     def any_row(self, schema: str, name: str) -> bool:
         """Whether a table has rows in the snapshot."""
         query = f"SELECT EXISTS (SELECT FROM {quoted(schema, name)})"
@@ -228,6 +227,7 @@ class CopySplit(TableSplit):
         """The rows, some megabytes at a time."""
         self.rows_read = 0
         schema = schema_from_json(schema_json)
+        refuse_other_key(self.relation, key)
         missing = gaps(schema, relation_columns(self.relation, key))
         if missing:
             raise SchemaGap(self.table, missing)

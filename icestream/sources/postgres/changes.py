@@ -16,8 +16,8 @@ import pyarrow as pa
 from pyiceberg.types import IcebergType
 
 from icestream.change import AT, OP, SEQ, Op
-from icestream.errors import Broken, DataRejected
-from icestream.schema import Column, SchemaGap, arrow_schema, gaps, schema_from_json
+from icestream.errors import Broken, ConfigInvalid, DataRejected, SchemaRejected
+from icestream.schema import Column, SchemaGap, arrow_schema, calendar_day, gaps, schema_from_json
 from icestream.sources import Need, TableSplit, ValuesNeeded
 from icestream.sources.completion import Completion, plain
 from icestream.sources.postgres.connection import Connection, Dsn, quoted, text_literal
@@ -36,8 +36,11 @@ from icestream.sources.postgres.kernels import Form
 
 # Above those of columns, of which a table has at most 1,600; Iceberg numbers them anew.
 _NESTED_IDS = 10_000
+_DAY_MICROSECONDS = 86_400_000_000
 
 _INSERT, _DELETE = ord("I"), ord("D")
+# The old row as the replica identity's columns, others as null.
+_KEY_ONLY = ord("K")
 # A key change is two changes: the old key goes, in its share, and the new one comes in its own.
 MOVED_OUT, MOVED_IN = ord("o"), ord("i")
 
@@ -107,6 +110,7 @@ class WalSplit(TableSplit):
         """Change batches; raises `ValuesNeeded` for what only the destination has."""
         schema = schema_from_json(schema_json)
         for relation in self.relations.values():
+            refuse_other_key(relation, key)
             missing = gaps(schema, relation_columns(relation, key))
             if missing:
                 raise SchemaGap(self.table, missing)
@@ -198,6 +202,19 @@ class WalSplit(TableSplit):
             )
 
 
+def refuse_other_key(relation: Relation, key: Sequence[str]) -> None:
+    """Refuse delete columns other than the key that changes name their rows by."""
+    own = [relation.columns[number].name for number in relation.key]
+    if set(own) != set(key):
+        raise ConfigInvalid(
+            f"rows of table {relation.table} cannot be deleted by {', '.join(key) or 'no column'}",
+            detail=f"Its changes name their rows by {', '.join(own) or 'no column'}.",
+            hint="Leave `equality_delete_by` out, or name the same columns there. If the table has "
+            "another key or replica identity than before, give it the old one back, or drop its "
+            "Iceberg table and start again: it is copied anew.",
+        )
+
+
 def relation_columns(relation: Relation, key: Sequence[str]) -> list[Column]:
     """The relation's columns as a table would be created with."""
     return [
@@ -248,6 +265,7 @@ def _decoded(rows: _Rows, kinds: Mapping[str, Any], arrow: pa.Schema, key: Seque
     width = len(rows.relation.columns)
     leaving = (rows.kind == _DELETE) | (rows.kind == MOVED_OUT)
     tuples = tuples_at(rows.content, np.where(leaving, old, new), width)
+    _refuse_unnamed(rows, tuples, leaving, old)
     before = tuples_at(rows.content, old, width)
     _fill_unsent(tuples, before)
     columns, unsent = {}, {}
@@ -271,6 +289,23 @@ def _decoded(rows: _Rows, kinds: Mapping[str, Any], arrow: pa.Schema, key: Seque
         unsent=unsent,
         moved_in=rows.kind == MOVED_IN,
     )
+
+
+def _refuse_unnamed(rows: _Rows, tuples: Tuples, leaving: np.ndarray, old: np.ndarray) -> None:
+    """Refuse a row that goes and does not send its key.
+
+    A partition has a replica identity of its own, which nothing but its rows tells.
+    """
+    if not rows.relation.key or not leaving.any():
+        return
+    brief = leaving & (rows.content[np.maximum(old - 1, 0)] == _KEY_ONLY)
+    if (tuples.forms[list(rows.relation.key)][:, brief] == Form.NULL).any():
+        raise SchemaRejected(
+            f"a delete or key change of table {rows.relation.table} does not send its key",
+            detail="A partition has another replica identity than the table.",
+            hint="Give the partition the table's replica identity. Then run once without the table "
+            "in `tables`, and add it again: it is emptied and copied anew.",
+        )
 
 
 def _fill_unsent(tuples: Tuples, before: Tuples) -> None:
@@ -333,9 +368,9 @@ def _fetched(
     kinds = {name: described[name].iceberg() for name in names}
     chosen = ", ".join(copy_expression(n, described[n].type, kinds[n]) for n in names)
     texts = [n for n, name in enumerate(names) if not in_binary(described[name].type, kinds[name])]
+    texts_of = [_texts(keys.column(name), described[name]) for name in keys.column_names]
     wanted = ", ".join(
-        "(" + ", ".join(text_literal(_text(row[n], described[n])) for n in row) + ")"
-        for row in plain(keys).to_pylist()
+        "(" + ", ".join(map(text_literal, row)) + ")" for row in zip(*texts_of, strict=True)
     )
     where = f"({', '.join(quoted(name) for name in keys.column_names)}) IN ({wanted})"
     query = f"SELECT {chosen} FROM {quoted(origin.schema, origin.name)} WHERE {where}"
@@ -354,8 +389,32 @@ def _fetched(
     return pa.concat_tables([schema.empty_table(), *pieces])
 
 
+def _texts(values: pa.ChunkedArray, column: RelationColumn) -> list[str]:
+    """Values of a key as PostgreSQL reads them."""
+    kind = values.type
+    if pa.types.is_date32(kind) or pa.types.is_timestamp(kind):
+        return [_moment(value.value, kind) for value in values]
+    found = plain(pa.table({"key": values})).column("key").to_pylist()
+    return [_text(value, column) for value in found]
+
+
 def _text(value: Any, column: RelationColumn) -> str:
-    """A key's value as PostgreSQL reads it."""
     if not isinstance(value, bytes):
         return str(value)
     return value.hex() if column.type.codec == Codec.UUID else f"\\x{value.hex()}"
+
+
+def _moment(number: int, kind: pa.DataType) -> str:
+    """A date or timestamp as PostgreSQL reads it, in any year, endless ones too."""
+    dated = pa.types.is_date32(kind)
+    limit = 2 ** (31 if dated else 63)
+    if number in (limit - 1, -limit):
+        return "infinity" if number > 0 else "-infinity"
+    days, rest = (number, 0) if dated else divmod(number, _DAY_MICROSECONDS)
+    year, month, day = calendar_day(days)
+    # There is no year 0: the one before 1 is 1 BC.
+    shown, era = (year, "") if year > 0 else (1 - year, " BC")
+    second, fraction = divmod(rest, 1_000_000)
+    clock = f" {second // 3600:02d}:{second // 60 % 60:02d}:{second % 60:02d}.{fraction:06d}"
+    zone = "" if dated or not kind.tz else "+00"
+    return f"{shown:04d}-{month:02d}-{day:02d}{'' if dated else clock}{zone}{era}"

@@ -11,7 +11,7 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pyiceberg.types import IcebergType
@@ -34,6 +34,12 @@ from icestream.sources.postgres.connection import (
     text_literal,
 )
 from icestream.sources.postgres.decode import TYPES_QUERY, PgType, kinds_by_oid
+from icestream.sources.postgres.publications import (
+    Coverage,
+    coverage,
+    next_transaction,
+    running,
+)
 from icestream.sources.postgres.wal import COPY_ANEW
 
 log = logging.getLogger(__name__)
@@ -48,7 +54,7 @@ _PART = re.compile(r'"((?:[^"]|"")*)"|([^".]+)')
 _PLAIN = re.compile(r"[^\".]+")
 
 _TABLES = """
-select n.nspname::text, c.relname::text, c.oid::int8, c.relkind::text, c.relreplident::text,
+select n.nspname::text, c.relname::text, c.oid::int8,
        has_table_privilege(c.oid, 'SELECT')
 from pg_catalog.pg_class c join pg_catalog.pg_namespace n on n.oid = c.relnamespace
 where c.relkind in ('r', 'p') and not c.relispartition and c.relpersistence = 'p'
@@ -60,14 +66,30 @@ select a.attname::text, a.atttypid::int8, a.atttypmod, a.attgenerated::text
 from pg_catalog.pg_attribute a
 where a.attrelid = :oid and a.attnum > 0 and not a.attisdropped order by a.attnum
 """
-_KEY = """
-select a.attname::text
-from pg_catalog.pg_index i
-cross join unnest(i.indkey) with ordinality as k(attnum, place)
-join pg_catalog.pg_attribute a on a.attrelid = i.indrelid and a.attnum = k.attnum
-where i.indrelid = :oid and i.indisvalid
-  and case when :by_index then i.indisreplident else i.indisprimary end
-order by k.place
+# Columns that an index merely includes are not part of it; one that is checked late identifies no
+# row while a transaction runs.
+_INDEXES = """
+select array(select a.attname::text from unnest(i.indkey) with ordinality as k(attnum, place)
+             join pg_catalog.pg_attribute a on a.attrelid = i.indrelid and a.attnum = k.attnum
+             where k.place <= i.indnkeyatts order by k.place),
+       i.indisprimary, i.indisreplident,
+       not exists (select from unnest(i.indkey) with ordinality as k(attnum, place)
+                   left join pg_catalog.pg_attribute a
+                     on a.attrelid = i.indrelid and a.attnum = k.attnum
+                   where k.place <= i.indnkeyatts and not coalesce(a.attnotnull, false)),
+       c.relreplident::text
+from pg_catalog.pg_class c
+left join pg_catalog.pg_index i on i.indrelid = c.oid and i.indisvalid and i.indisunique
+  and i.indimmediate and i.indpred is null
+where c.oid = :oid
+"""
+_CHILDREN = """
+select i.inhparent::int8, i.inhrelid::int8, n.nspname::text, c.relname::text
+from pg_catalog.pg_inherits i
+join pg_catalog.pg_class p on p.oid = i.inhparent
+join pg_catalog.pg_class c on c.oid = i.inhrelid
+join pg_catalog.pg_namespace n on n.oid = c.relnamespace
+where p.relkind = 'r' and i.inhparent::int8 = any(:oids) order by 3, 4
 """
 _LEAVES = """
 select c.oid::int8, n.nspname::text, c.relname::text,
@@ -82,6 +104,11 @@ select exists (
   select from pg_catalog.pg_locks
   where not granted and waitstart < clock_timestamp() - make_interval(secs => :seconds)
     and :blocker = any(pg_blocking_pids(pid)))
+"""
+_ALL_OPERATIONS = ("insert", "update", "delete", "truncate")
+_OPERATIONS = """
+select pubinsert, pubupdate, pubdelete, pubtruncate, pubviaroot
+from pg_catalog.pg_publication where pubname = :name
 """
 _PUBLISHED = """
 select p.schemaname::text, p.tablename::text, p.attnames::text[], p.rowfilter::text
@@ -209,7 +236,7 @@ class Server:
     def tables(
         self,
         patterns: Sequence[str],
-        identifiers: Mapping[str, Sequence[str]],
+        identifiers: Callable[[str], Sequence[str]],
         declared: Mapping[str, Mapping[str, IcebergType]],
     ) -> list[PgTable]:
         """The tables that the configuration names, each pattern in its turn."""
@@ -223,9 +250,33 @@ class Server:
                     raise _no_table(pattern, listed, str(self.dsn))
                 chosen.update({table_name(str(r[0]), str(r[1])): r for r in found})
             return [
-                self._table(connection, row, identifiers.get(name, ()), declared.get(name, {}))
+                self._table(connection, row, identifiers(name), declared.get(name, {}))
                 for name, row in chosen.items()
             ]
+
+    def strays(self, tables: Sequence[PgTable], alone: Collection[str]) -> ConfigInvalid | None:
+        """The error for a table with inheritance children that nobody follows, None without any.
+
+        A child's rows show in the parent's, but their changes come under the child's name.
+        """
+        by_oid = {table.oid: table for table in tables if table.name not in alone}
+        if not by_oid:
+            return None
+        with Connection(self.dsn) as connection:
+            rows = connection.rows(_CHILDREN, oids=list(by_oid))
+        followed = {table.oid for table in tables}
+        strays = [row for row in rows if int(row[1]) not in followed]
+        if not strays:
+            return None
+        parent = by_oid[int(strays[0][0])].name
+        children = [table_name(str(r[2]), str(r[3])) for r in strays if r[0] == strays[0][0]]
+        shown = ", ".join(children[:10]) + (" ..." if len(children) > 10 else "")
+        return ConfigInvalid(
+            f"table {parent} has inheritance children that are not followed",
+            detail=f"Their rows would be missing without a word: {shown}.",
+            hint="Name them in `tables` too: each goes into a table of its own. If the parent's "
+            f"own rows are enough, name it in `parents_alone: [{parent}]`.",
+        )
 
     def _table(
         self,
@@ -236,7 +287,7 @@ class Server:
     ) -> PgTable:
         schema, relation, oid = str(row[0]), str(row[1]), int(str(row[2]))
         name = table_name(schema, relation)
-        if not row[5]:
+        if not row[3]:
             raise ConfigInvalid(
                 f"table {name} may not be read",
                 hint=f"Run `GRANT SELECT ON {quoted(schema, relation)} TO ...` for the DSN's role.",
@@ -261,13 +312,35 @@ class Server:
             relation=relation,
             oid=oid,
             columns=columns,
-            key=_key(connection, name, oid, str(row[4]), list(identifiers)),
+            key=_key(connection, name, [oid, *(leaf.oid for leaf in leaves)], list(identifiers)),
             leaves=leaves,
         )
 
-    def publish(self, tables: Sequence[PgTable]) -> int:
-        """Make the publications cover exactly these tables; returns the id of the transaction that
-        added any, 0 when nothing was added.
+    def publication_of(self, table: PgTable) -> str:
+        """The publication that has to publish a table."""
+        return self.publications[-1] if not table.key else self.publications[0]
+
+    def coverage(self, tables: Sequence[PgTable]) -> dict[str, Coverage]:
+        """What publishes each of these tables, by name; tables that are gone are left out."""
+        found: dict[str, Coverage] = {}
+        with Connection(self.dsn) as connection:
+            for name in self.publications:
+                chosen = {t.name: t.oid for t in tables if self.publication_of(t) == name}
+                found.update(coverage(connection, name, chosen) if chosen else {})
+        return found
+
+    def next_transaction(self) -> int:
+        """Every transaction that writes and began before now has a lower number."""
+        with Connection(self.dsn) as connection:
+            return next_transaction(connection)
+
+    def running(self, before: int) -> Sequence[int] | None:
+        """Processes with transactions before this one that have not ended; None without any."""
+        with Connection(self.dsn) as connection:
+            return running(connection, before)
+
+    def publish(self, tables: Sequence[PgTable]) -> None:
+        """Make the publications cover exactly these tables.
 
         A table whose rows cannot be identified is published for inserts alone: PostgreSQL would
         refuse updates of it at the source.
@@ -275,37 +348,44 @@ class Server:
         with Connection(self.dsn) as connection:
             if self._given:
                 self._check_given(connection, tables)
-                return 0
+                return
             keyed = [table for table in tables if table.key]
             keyless = [table for table in tables if not table.key]
             main, inserts = self.publications
-            added = self._cover(connection, main, keyed, "insert, update, delete, truncate")
-            return max(added, self._cover(connection, inserts, keyless, "insert, truncate"))
+            self._cover(connection, main, keyed, ("insert", "update", "delete", "truncate"))
+            self._cover(connection, inserts, keyless, ("insert", "truncate"))
 
     def _cover(
-        self, connection: Connection, name: str, tables: Sequence[PgTable], operations: str
-    ) -> int:
+        self,
+        connection: Connection,
+        name: str,
+        tables: Sequence[PgTable],
+        operations: Sequence[str],
+    ) -> None:
         wanted = {(table.schema, table.relation) for table in tables}
-        exists = connection.rows("SELECT 1 FROM pg_publication WHERE pubname = :name", name=name)
+        exists = connection.rows(_OPERATIONS, name=name)
         found = {(str(r[0]), str(r[1])) for r in connection.rows(_PUBLISHED, name=name)}
+        published = text_literal(", ".join(operations))
+        options = f"(publish = {published}, publish_via_partition_root = true)"
         commands = []
         if not exists:
             targets = ", ".join(quoted(*table) for table in sorted(wanted))
             commands = [
                 f"CREATE PUBLICATION {quoted(name)}{' FOR TABLE ' + targets if wanted else ''} "
-                f"WITH (publish = {text_literal(operations)}, publish_via_partition_root = true)"
+                f"WITH {options}"
             ]
+        elif exists[0] != [*(each in operations for each in _ALL_OPERATIONS), True]:
+            commands.append(f"ALTER PUBLICATION {quoted(name)} SET {options}")
         for verb, names in (("ADD", wanted - found), ("DROP", found - wanted)):
             if exists and names:
                 targets = ", ".join(quoted(*table) for table in sorted(names))
                 commands.append(f"ALTER PUBLICATION {quoted(name)} {verb} TABLE {targets}")
         if not commands:
-            return 0
+            return
         connection.rows("BEGIN")
         try:
             for command in commands:
                 connection.rows(command)
-            xid = int(connection.one("SELECT pg_current_xact_id()::text::bigint"))
             connection.rows("COMMIT")
         except NeedsOperator as error:
             raise ConfigInvalid(
@@ -313,7 +393,6 @@ class Server:
                 detail=error.detail,
                 hint="Let an owner of the tables run: " + "; ".join(commands) + ".",
             ) from error
-        return xid if wanted - found else 0
 
     def verify_publication(self, tables: Sequence[PgTable]) -> None:
         """Refuse a publication of the user's own that does not cover the tables."""
@@ -538,17 +617,66 @@ def _no_table(pattern: str, listed: Sequence[Sequence[object]], server: str) -> 
     )
 
 
-def _key(connection: Connection, name: str, oid: int, identity: str, given: list[str]) -> list[str]:
-    """The columns by which changes identify rows, as the table's replica identity sends them."""
-    by_index = identity == "i"
-    found = [str(row[0]) for row in connection.rows(_KEY, oid=oid, by_index=by_index)]
-    if given and identity != "f" and set(given) != set(found):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Identity:
+    """How changes of a table, or of a partition of it, name their row.
+
+    `sent` are the columns of a row that goes; None for all of them. `unique` are sets of columns
+    which identify a row.
+    """
+
+    sent: Sequence[str] | None
+    key: Sequence[str]
+    unique: Sequence[Sequence[str]]
+
+    def sends(self, columns: Sequence[str]) -> bool:
+        return self.sent is None or set(columns) <= set(self.sent)
+
+
+def _identity(connection: Connection, oid: int) -> _Identity:
+    rows = connection.rows(_INDEXES, oid=oid)
+    identity = str(rows[0][4]) if rows else "n"
+    chosen = 2 if identity == "i" else 1
+    key = next(([str(name) for name in row[0]] for row in rows if row[chosen]), [])
+    if identity == "n":
+        key = []
+    return _Identity(
+        sent=None if identity == "f" else key,
+        key=key,
+        unique=[[str(name) for name in row[0]] for row in rows if row[0] and row[3]],
+    )
+
+
+def _key(connection: Connection, name: str, oids: Sequence[int], given: list[str]) -> list[str]:
+    """The columns by which changes identify rows.
+
+    Every delete must send them, also that of a partition, whose replica identity is its own, and
+    they must identify one row.
+    """
+    identities = [_identity(connection, oid) for oid in dict.fromkeys(oids)]
+    root = identities[0]
+    key = given or list(root.key)
+    if not all(each.sends(key) for each in identities):
+        raise ConfigInvalid(
+            f"rows of table {name} cannot be identified by {', '.join(key)}",
+            detail="Its replica identity, or that of a partition, does not send these columns of "
+            "a row that goes.",
+            hint=f"Run `ALTER TABLE {name} REPLICA IDENTITY FULL`, for partitions too, or leave "
+            "`identifier_columns` and `equality_delete_by` out for it.",
+        )
+    if not given or any(set(columns) <= set(given) for columns in root.unique):
+        return key
+    if root.unique:
         raise ConfigInvalid(
             f"rows of table {name} cannot be identified by {', '.join(given)}",
-            detail="Its replica identity does not send these columns of a row that goes.",
-            hint=f"Run `ALTER TABLE {name} REPLICA IDENTITY FULL`, or leave `identifier_columns` "
-            "out for it.",
+            detail="No unique index says that a row is the only one with its values there, and a "
+            "change of one row would delete others.",
+            hint=f"Name the columns of its key, {', '.join(root.unique[0])}, or have a unique "
+            "index over columns that are not null.",
         )
-    if given:
-        return given
-    return [] if identity == "n" else found
+    log.warning(
+        "table %s has no unique index: that %s identify a row is taken on trust",
+        name,
+        ", ".join(given),
+    )
+    return key

@@ -42,6 +42,7 @@ from icestream.errors import (
 from icestream.sources.postgres.changes import MOVED_IN, MOVED_OUT, Relation
 from icestream.sources.postgres.connection import Connection, Inbox, lsn_text, server_error
 from icestream.sources.postgres.framing import SHARES, State, Stop, gather, walk
+from icestream.sources.postgres.spool import create_private
 
 log = logging.getLogger(__name__)
 
@@ -469,6 +470,7 @@ class WalReader:
         size = int(rows[3, count]) if count < total else used
         small = closing and not self._open.batches and size < _SHARED_BYTES_MIN
         if self._file is None:
+            create_private(self._open.path)
             self._file = pa.ipc.new_file(self._open.path, _SPOOL_SCHEMA)
         self._write_batches(rows[:, :count], self._content[:size], 1 if small else SHARES)
         self._seq += count

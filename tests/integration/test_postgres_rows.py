@@ -1,0 +1,206 @@
+"""The lake's rows are the source's: deletes reach their row, no table's part is left out."""
+
+import pytest
+
+from icestream.errors import ConfigInvalid, SchemaRejected
+from icestream.sources import postgres
+from tests.integration.pipelines import Shell, assert_refused
+from tests.integration.postgres_world import World
+from tests.servers import wait_until
+
+INVALID = 2
+MANY = ["public.many"]
+
+
+def many_rows(world: World) -> None:
+    """Twenty rows in five groups."""
+    world.sql(
+        "create table many(id int primary key, grp int not null, v text)",
+        "insert into many select g, g % 5, 'v' from generate_series(1, 20) g",
+    )
+
+
+def test_delete_columns_that_the_source_does_not_send(world: World, shell: Shell):
+    """Mend b5: deletes lack these columns and would leave their rows; check and run refuse it."""
+    many_rows(world)
+    by_group = world.document(MANY, sink={"equality_delete_by": ["grp"]})
+    said = "rows of table public.many cannot be identified by grp"
+    assert_refused(shell("check", shell.write(by_group)), INVALID, said, "REPLICA IDENTITY FULL")
+    assert_refused(shell.run(by_group), INVALID, said)
+    # With FULL they are sent, but a group is not one row.
+    world.sql("alter table many replica identity full")
+    assert_refused(shell.run(by_group), INVALID, said, "No unique index", "its key, id")
+    named = world.document(MANY, identifier_columns={"public.many": ["grp"]})
+    assert_refused(shell("check", shell.write(named)), INVALID, said, "No unique index")
+    # What the hints say helps: the key, also with more columns.
+    with_key = {"tables": {"public.many": {"equality_delete_by": ["grp", "id"]}}}
+    world.run(MANY, sink=with_key)
+    world.sql("delete from many where id in (1, 2)", "update many set v = 'new' where id = 3")
+    world.sql("update many set grp = 77 where id = 4")
+    world.run(MANY, sink=with_key)
+    assert len(world.assert_equal("many", "id, grp, v")) == 18
+
+
+def test_table_that_remembers_other_delete_columns(world: World):
+    """Mend b5: the Iceberg table was made for another key than changes name their rows by now."""
+    many_rows(world)
+    world.run(MANY)
+    world.sql(
+        "alter table many add constraint one_v unique (grp, id)",
+        "alter table many replica identity using index one_v",
+        "delete from many where id = 1",
+    )
+    with pytest.raises((ConfigInvalid, SchemaRejected)):
+        world.run(MANY)
+    assert len(world.lake_rows("many", "id")) == 20
+
+
+@pytest.mark.parametrize("how", ["index", "full"])
+def test_replica_identity_that_changes_while_it_is_followed(world: World, how: str):
+    """Mend b5: noticed before a row is written, unless deletes still name their row."""
+    many_rows(world)
+    world.sql(
+        "create table other(id int primary key)",
+        "insert into other values (1)",
+        "alter table many add column code int not null default 0",
+        "update many set code = 100 + id",
+        "create unique index by_code on many(code)",
+    )
+    tables = ["public.many", "public.other"]
+    change = {"index": "using index by_code", "full": "full"}[how]
+    commands = [f"alter table many replica identity {change}", "delete from many where id = 1"]
+    if how == "full":
+        with world.following(tables) as following:
+            following.wait_copied()
+            world.change(following, ["public.many"], *commands)
+        world.assert_equal("many", "id, grp, v")
+        return
+    with pytest.raises(SchemaRejected, match="the replica identity of table"):
+        with world.following(tables) as following:
+            following.wait_copied()
+            world.sql(*commands)
+            wait_until(lambda: following.error is not None, 60, "the pipeline stops")
+    assert len(world.lake_rows("many", "id")) == 20
+    # What the hint says helps.
+    world.sql("alter table many replica identity default", "insert into other values (2)")
+    world.run(["public.other"])
+    world.run(tables)
+    world.sql("delete from many where id = 2")
+    world.run(tables)
+    assert len(world.assert_equal("many", "id, grp, v")) == 18
+
+
+def test_partition_with_another_replica_identity(world: World, shell: Shell):
+    """Mend b5: a partition's own identity decides what its deletes send."""
+    world.sql(
+        "create table sale(id int primary key, code int not null) partition by range (id)",
+        "create table sale_1 partition of sale for values from (0) to (100)",
+        "create unique index by_code on sale_1(code)",
+        "alter table sale_1 replica identity using index by_code",
+        "insert into sale values (1, 1), (2, 2)",
+    )
+    said = "rows of table public.sale cannot be identified by id"
+    assert_refused(shell.run(world.document(["public.sale"])), INVALID, said, "partition")
+    world.sql("alter table sale_1 replica identity default")
+    with pytest.raises(SchemaRejected, match="does not send its key"):
+        with world.following(["public.sale"]) as following:
+            following.wait_copied()
+            world.sql(
+                "alter table sale_1 replica identity using index by_code",
+                "delete from sale where id = 1",
+            )
+            wait_until(lambda: following.error is not None, 60, "the pipeline stops")
+    assert world.lake_rows("sale", "id, code") == [(1, 1), (2, 2)]
+
+
+def test_key_that_includes_other_columns(world: World):
+    """Mend b5: columns that an index merely includes are not sent with a delete."""
+    world.sql(
+        "create table wide(id int, v text, primary key (id) include (v))",
+        "insert into wide values (1, 'a'), (2, 'b'), (3, 'c')",
+    )
+    world.run(["public.wide"])
+    world.sql("delete from wide where id = 1", "update wide set v = 'x' where id = 2")
+    world.run(["public.wide"])
+    assert world.assert_equal("wide", "id, v") == [(2, "x"), (3, "c")]
+
+
+def test_inheritance_children_that_nobody_follows(
+    world: World, shell: Shell, monkeypatch: pytest.MonkeyPatch
+):
+    """Mend b4: a child's rows are the parent's too, but come under the child's name."""
+    monkeypatch.setattr(postgres, "_SLOT_SECONDS", 0.1)
+    world.sql(
+        "create table city(id int primary key, name text)",
+        "create table capital(primary key (id)) inherits (city)",
+        "insert into city values (1, 'Bergen')",
+        "insert into capital values (2, 'Oslo')",
+    )
+    said = "table public.city has inheritance children that are not followed"
+    document = world.document(["public.city"])
+    assert_refused(shell("check", shell.write(document)), INVALID, said, "public.capital")
+    assert_refused(shell.run(document), INVALID, said, "parents_alone")
+    # Both ways out, and a child that appears later.
+    both = ["public.city", "public.capital"]
+    with pytest.raises(ConfigInvalid, match=said):
+        with world.following(both) as following:
+            following.wait_copied()
+            world.sql("create table village(primary key (id)) inherits (city)")
+            wait_until(lambda: following.error is not None, 60, "the pipeline stops")
+    assert_refused(shell.run(world.document(both)), INVALID, said, "public.village")
+    world.sql("insert into village values (3, 'Flåm')", "insert into city values (4, 'Molde')")
+    world.run(both, parents_alone=["public.city"])
+    world.run([*both, "public.village"])
+    for name in ("city", "capital", "village"):
+        world.assert_equal(f"only {name}", "id, name", lake_table=name)
+
+
+ENDLESS = (
+    "unix_date(d), unix_micros(cast(t as timestamp)), unix_micros(z), "
+    "transform(days, x -> unix_date(x)), transform(times, x -> unix_micros(cast(x as timestamp)))"
+)
+
+
+@pytest.mark.parametrize("sent", ["binary", "text"])
+def test_dates_without_end_and_before_the_year_one(world: World, sent: str):
+    """Mend d3: in a copy, in the stream, in arrays, as keys and in partitions of days."""
+    span = "period daterange" if sent == "text" else "span int"
+    world.sql(
+        "create table ends(d date primary key, t timestamp, z timestamptz, days date[], "
+        f"times timestamp[], big text, {span})",
+        "alter table ends alter column big set storage external",
+        "insert into ends values ('infinity', '-infinity', 'infinity', '{infinity,-infinity}', "
+        "'{-infinity}', repeat('x', 9000), null)",
+    )
+    options = {"sink": {"tables": {"public.ends": {"partition_by": ["day(d)"]}}}}
+    world.run(["public.ends"], **options)
+    world.sql(
+        "insert into ends values ('-infinity', 'infinity', '-infinity', '{}', '{infinity}', 'b', "
+        "null)",
+        "insert into ends values ('0044-03-15 BC', '0044-03-15 12:00 BC', '0044-03-15 12:00+0 BC',"
+        " '{4713-01-01 BC}', '{4713-01-01 BC}', 'c', null)",
+        "insert into ends values ('12345-01-02', '12345-01-02', '12345-01-02 0:0+0', null, null, "
+        "'d', null)",
+        "update ends set t = '2020-01-01' where d = 'infinity'",
+    )
+    world.run(["public.ends"], **options)
+    world.sql("delete from ends where d = '12345-01-02'")
+    world.run(["public.ends"], **options)
+    least, greatest = -(2**63), 2**63 - 1
+    days = world.sql("select date '0044-03-15 BC' - date '1970-01-01'")[0][0]
+    older = world.sql("select date '4713-01-01 BC' - date '1970-01-01'")[0][0]
+    micros = 86_400_000_000
+    found = world.lake_rows("ends", f"{ENDLESS}, length(big)")
+    new = world.sql("select date '2020-01-01' - date '1970-01-01'")[0][0] * micros
+    assert sorted(found) == [
+        (-(2**31), greatest, least, [], [greatest], 1),
+        (
+            days,
+            days * micros + micros // 2,
+            days * micros + micros // 2,
+            [older],
+            [older * micros],
+            1,
+        ),
+        (2**31 - 1, new, greatest, [2**31 - 1, -(2**31)], [least], 9000),
+    ]

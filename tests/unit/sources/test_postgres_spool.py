@@ -1,0 +1,85 @@
+"""A spool is its run's own, and what a killed run left goes with the next one."""
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from icestream.errors import ConfigInvalid
+from icestream.sources.postgres.spool import Spool, create_private
+
+_HOLDER = """
+import sys, time
+from icestream.sources.postgres.spool import Spool, create_private
+spool = Spool(sys.argv[1], sys.argv[2])
+create_private(str(spool.folder / "rows"))
+print(spool.folder, flush=True)
+time.sleep(600)
+"""
+
+
+def another_run(parent: Path, pipeline: str) -> tuple["subprocess.Popen[str]", Path]:
+    """A process that has a spool, with a file in it."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", _HOLDER, str(parent), pipeline], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    return process, Path(process.stdout.readline().strip())
+
+
+def mode(path: Path) -> int:
+    """The permissions of a file or folder."""
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_nobody_else_reads_what_is_spooled(tmp_path: Path):
+    """Mend d5: rows of the source lie there, in a folder that everybody may list."""
+    spool = Spool(str(tmp_path), "shop")
+    create_private(str(spool.folder / "rows"))
+    assert mode(spool.folder) == 0o700
+    assert {mode(path) for path in spool.folder.iterdir()} == {0o600}
+    spool.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_run_left_is_removed(tmp_path: Path):
+    """Mend d5: by the next run of the pipeline, and not while the process lives."""
+    process, folder = another_run(tmp_path, "shop")
+    stranger, other = another_run(tmp_path, "shop-2")
+    try:
+        Spool(str(tmp_path), "shop").close()
+        assert (folder / "rows").exists()
+        for each in (process, stranger):
+            os.kill(each.pid, signal.SIGKILL)
+            each.wait()
+        assert (folder / "rows").exists()
+        Spool(str(tmp_path), "shop").close()
+        assert not folder.exists()
+        assert (other / "rows").exists()
+    finally:
+        process.kill()
+        stranger.kill()
+
+
+def test_spools_that_may_be_alive_are_left_alone(tmp_path: Path):
+    """Mend d5: of another machine, or without a lock yet."""
+    process, folder = another_run(tmp_path, "shop")
+    process.kill()
+    process.wait()
+    (folder / "lock").write_text("another machine")
+    early = tmp_path / "icestream-spool-shop-abcdefgh"
+    early.mkdir()
+    Spool(str(tmp_path), "shop").close()
+    assert folder.exists()
+    assert early.exists()
+
+
+def test_folder_that_cannot_be_written_to(tmp_path: Path):
+    """The hint names the option."""
+    with pytest.raises(ConfigInvalid, match="could not make a spool") as refused:
+        Spool(str(tmp_path / "nowhere"), "shop")
+    assert "spool" in str(refused.value.hint)
