@@ -51,7 +51,7 @@ def ways(publication: str) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("how", ways(""))
 def test_own_publication_that_left_out_a_table(world: World, shell: Shell, how: str):
-    """Mend b2: the table was not published for a while; the start does not put it back."""
+    """P12, Mend b2: the table was not published for a while; the start does not put it back."""
     two_tables(world)
     world.run(BOTH)
     world.sql(*ways(f'"icestream_{world.name}"')[how], "insert into two values (2, 'b')")
@@ -62,7 +62,7 @@ def test_own_publication_that_left_out_a_table(world: World, shell: Shell, how: 
 
 
 def test_publication_that_left_out_operations(world: World, shell: Shell):
-    """Mend b2: `publish` was narrower for a while; every table of the publication is concerned."""
+    """P12, Mend b2: `publish` was narrower for a while; all its tables are concerned."""
     two_tables(world)
     world.run(BOTH)
     own = f'"icestream_{world.name}"'
@@ -76,7 +76,7 @@ def test_publication_that_left_out_operations(world: World, shell: Shell):
 
 
 def test_publication_of_everything_that_was_made_anew(world: World, shell: Shell):
-    """Mend b2: a publication FOR ALL TABLES has no row per table; it was dropped and made again."""
+    """P12, Mend b2: FOR ALL TABLES has no row per table; it was dropped and made again."""
     two_tables(world)
     everything = "create publication mine for all tables with (publish_via_partition_root)"
     world.sql(everything)
@@ -92,7 +92,8 @@ def test_publication_of_everything_that_was_made_anew(world: World, shell: Shell
 def test_publication_that_changes_while_it_is_followed(
     world: World, monkeypatch: pytest.MonkeyPatch
 ):
-    """Mend b2: nobody restarts; the pipeline stops although its stream goes on."""
+    """P12, Mend b2: nobody restarts; the pipeline stops although its stream goes on."""
+    # The time between two looks would only be waited out.
     monkeypatch.setattr(postgres, "_SLOT_SECONDS", 0.1)
     two_tables(world)
     world.sql("create publication mine for table one, two with (publish_via_partition_root)")
@@ -108,7 +109,7 @@ def test_publication_that_changes_while_it_is_followed(
 
 
 def test_other_tables_of_a_publication_come_and_go(world: World, shell: Shell):
-    """Mend b2: a table that is added or taken away concerns only itself."""
+    """P12, Mend b2: a table that is added or taken away concerns only itself."""
     two_tables(world)
     world.sql("create table three(id int primary key)")
     world.run(["public.one"])
@@ -124,7 +125,8 @@ def test_other_tables_of_a_publication_come_and_go(world: World, shell: Shell):
 def test_transaction_that_wrote_before_its_table_was_published(
     world: World, monkeypatch: pytest.MonkeyPatch, shell: Shell
 ):
-    """Mend b3: it ends after the table was seen; its rows would be in neither copy nor stream."""
+    """P13, Mend b3: it ends later; its rows would be in neither copy nor stream."""
+    # The time before it says that it waits would only be waited out.
     monkeypatch.setattr(postgres, "_SETTLE_SECONDS_MAX", 0.5)
     two_tables(world)
     world.sql("create publication mine for table one with (publish_via_partition_root)")
@@ -154,7 +156,7 @@ def test_transaction_that_wrote_before_its_table_was_published(
 
 
 def test_transaction_that_is_open_at_the_first_start(world: World):
-    """Mend b3: publication, then slot; the slot waits for the transaction, the copy has it."""
+    """P13, Mend b3: publication, then slot; the slot waits for the transaction, the copy has it."""
     two_tables(world)
     other = session(world.dsn)
     other.run("begin")

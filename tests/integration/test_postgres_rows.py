@@ -21,7 +21,7 @@ def many_rows(world: World) -> None:
 
 
 def test_delete_columns_that_the_source_does_not_send(world: World, shell: Shell):
-    """Mend b5: deletes lack these columns and would leave their rows; check and run refuse it."""
+    """P7, Mend b5: deletes lack these columns, and would leave their rows."""
     many_rows(world)
     by_group = world.document(MANY, sink={"equality_delete_by": ["grp"]})
     said = "rows of table public.many cannot be identified by grp"
@@ -42,7 +42,7 @@ def test_delete_columns_that_the_source_does_not_send(world: World, shell: Shell
 
 
 def test_table_that_remembers_other_delete_columns(world: World):
-    """Mend b5: the Iceberg table was made for another key than changes name their rows by now."""
+    """P7, Mend b5: the Iceberg table was made for another key than the source has now."""
     many_rows(world)
     world.run(MANY)
     world.sql(
@@ -57,7 +57,7 @@ def test_table_that_remembers_other_delete_columns(world: World):
 
 @pytest.mark.parametrize("how", ["index", "full"])
 def test_replica_identity_that_changes_while_it_is_followed(world: World, how: str):
-    """Mend b5: noticed before a row is written, unless deletes still name their row."""
+    """P7, Mend b5: noticed before a row is written, unless deletes still name their row."""
     many_rows(world)
     world.sql(
         "create table other(id int primary key)",
@@ -91,7 +91,7 @@ def test_replica_identity_that_changes_while_it_is_followed(world: World, how: s
 
 
 def test_partition_with_another_replica_identity(world: World, shell: Shell):
-    """Mend b5: a partition's own identity decides what its deletes send."""
+    """P7, Mend b5: a partition's own identity decides what its deletes send."""
     world.sql(
         "create table sale(id int primary key, code int not null) partition by range (id)",
         "create table sale_1 partition of sale for values from (0) to (100)",
@@ -114,7 +114,7 @@ def test_partition_with_another_replica_identity(world: World, shell: Shell):
 
 
 def test_key_that_includes_other_columns(world: World):
-    """Mend b5: columns that an index merely includes are not sent with a delete."""
+    """P7, Mend b5: columns that an index merely includes are not sent with a delete."""
     world.sql(
         "create table wide(id int, v text, primary key (id) include (v))",
         "insert into wide values (1, 'a'), (2, 'b'), (3, 'c')",
@@ -128,7 +128,8 @@ def test_key_that_includes_other_columns(world: World):
 def test_inheritance_children_that_nobody_follows(
     world: World, shell: Shell, monkeypatch: pytest.MonkeyPatch
 ):
-    """Mend b4: a child's rows are the parent's too, but come under the child's name."""
+    """P12, Mend b4: a child's rows are the parent's too, but come under the child's name."""
+    # The time between two looks would only be waited out.
     monkeypatch.setattr(postgres, "_SLOT_SECONDS", 0.1)
     world.sql(
         "create table city(id int primary key, name text)",
@@ -163,7 +164,7 @@ ENDLESS = (
 
 @pytest.mark.parametrize("sent", ["binary", "text"])
 def test_dates_without_end_and_before_the_year_one(world: World, sent: str):
-    """Mend d3: in a copy, in the stream, in arrays, as keys and in partitions of days."""
+    """P8, Mend d3: in a copy, in the stream, in arrays, as keys and in partitions of days."""
     span = "period daterange" if sent == "text" else "span int"
     world.sql(
         "create table ends(d date primary key, t timestamp, z timestamptz, days date[], "

@@ -264,7 +264,7 @@ def test_bounds_of_text_are_truncated_and_still_bounds(tmp_path):
 
 
 def test_bounds_of_dates_that_python_has_not(tmp_path):
-    """Mend d3: endless dates, and dates before the year 1 or after 9999; lists have no bounds."""
+    """P8, Mend d3: endless dates, and dates before the year 1 or after 9999."""
     schema = Schema(
         NestedField(field_id=1, name="d", field_type=DateType(), required=False),
         NestedField(field_id=2, name="t", field_type=TimestamptzType(), required=False),

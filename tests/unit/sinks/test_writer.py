@@ -422,7 +422,7 @@ def test_sorting_by_a_uuid_works(tmp_path):
 
 
 def test_partitions_of_days_that_python_has_not():
-    """Mend d3: endless dates fall into the years, months and days that readers compute."""
+    """P8, Mend d3: endless dates fall into the years, months and days that readers compute."""
     days = [2**31 - 1, -(2**31), 0, -1, None, -719_529, 18_000]
     dates = pa.array(days, pa.int32()).cast(pa.date32())
     times = pa.array([2**63 - 1, -(2**63), 0, -1, None], pa.int64()).cast(pa.timestamp("us", "UTC"))

@@ -37,7 +37,7 @@ def mode(path: Path) -> int:
 
 
 def test_nobody_else_reads_what_is_spooled(tmp_path: Path):
-    """Mend d5: rows of the source lie there, in a folder that everybody may list."""
+    """P10, Mend d5: rows of the source lie there, in a folder that everybody may list."""
     spool = Spool(str(tmp_path), "shop")
     create_private(str(spool.folder / "rows"))
     assert mode(spool.folder) == 0o700
@@ -47,7 +47,7 @@ def test_nobody_else_reads_what_is_spooled(tmp_path: Path):
 
 
 def test_what_a_killed_run_left_is_removed(tmp_path: Path):
-    """Mend d5: by the next run of the pipeline, and not while the process lives."""
+    """P10, Mend d5: by the next run of the pipeline, and not while the process lives."""
     process, folder = another_run(tmp_path, "shop")
     stranger, other = another_run(tmp_path, "shop-2")
     try:
@@ -66,7 +66,7 @@ def test_what_a_killed_run_left_is_removed(tmp_path: Path):
 
 
 def test_spools_that_may_be_alive_are_left_alone(tmp_path: Path):
-    """Mend d5: of another machine, or without a lock yet."""
+    """P10, Mend d5: of another machine, or without a lock yet."""
     process, folder = another_run(tmp_path, "shop")
     process.kill()
     process.wait()
@@ -79,7 +79,7 @@ def test_spools_that_may_be_alive_are_left_alone(tmp_path: Path):
 
 
 def test_folder_that_cannot_be_written_to(tmp_path: Path):
-    """The hint names the option."""
+    """P10: the hint names the option."""
     with pytest.raises(ConfigInvalid, match="could not make a spool") as refused:
         Spool(str(tmp_path / "nowhere"), "shop")
     assert "spool" in str(refused.value.hint)
