@@ -14,7 +14,7 @@ import json
 import os
 import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -426,7 +426,7 @@ class Table:
         outdated = self._jvm.java.util.HashSet()
         for name in summaries.outdated(known, entries, needed):
             outdated.add(name)
-        return (
+        new = (
             iceberg.TableMetadata.buildFrom(base)
             .setBranchSnapshot(snapshot, branch)
             .setRef(summaries.tag_name(pipeline), tag.build())
@@ -434,6 +434,24 @@ class Table:
             .removeProperties(outdated)
             .build()
         )
+        self._assert_schema_and_spec(base, new)
+        return new
+
+    def _assert_schema_and_spec(self, base: Any, new: Any) -> None:
+        """Have a REST catalog refuse the new metadata when the table got another schema or spec.
+
+        It is sent the changes, and asserts only what the library derives from them: the
+        references that move. Two changes that change nothing bring the other assertions. The
+        library's builder leaves such changes out, so they are put in behind its back.
+        """
+        update = self._jvm.org.apache.iceberg.MetadataUpdate
+        changes = self._jvm.java.util.ArrayList()
+        changes.add(update.SetCurrentSchema(base.currentSchemaId()))
+        changes.add(update.SetDefaultPartitionSpec(base.defaultSpecId()))
+        changes.addAll(new.changes())
+        held = new.getClass().getDeclaredField("changes")
+        held.setAccessible(True)
+        held.set(new, changes)
 
     def swap(self, prepared: Prepared) -> int:
         """Replace the metadata that was checked by the prepared one; returns the snapshot's id."""
@@ -450,7 +468,7 @@ class Table:
             metadata = self._table.operations().current()
             iceberg = self._jvm.org.apache.iceberg
             order = metadata.sortOrder()
-            properties = _dictionary(metadata.properties())
+            properties = summaries.without_frontiers(self._properties(metadata))
             return WriteTarget(
                 table=str(self.name),
                 uuid=metadata.uuid(),
@@ -470,7 +488,9 @@ class Table:
 
     def has_tag(self, pipeline: str) -> bool:
         """Whether the pipeline has ever committed to the table."""
-        return self._table.operations().current().ref(summaries.tag_name(pipeline)) is not None
+        with self._readable():
+            metadata = self._table.operations().current()
+            return metadata.ref(summaries.tag_name(pipeline)) is not None
 
     def owner(self) -> str | None:
         """Who feeds the table, as its property said when it was seen last."""
@@ -503,24 +523,29 @@ class Table:
 
     def io_properties(self) -> dict[str, str]:
         """How the table's files are reached."""
-        return _dictionary(self._table.io().properties())
+        with self._readable():
+            return _dictionary(self._table.io().properties())
 
     def partitioned_by(self) -> frozenset[int]:
         """The ids of the columns that the table is or was partitioned by."""
-        specs = self._table.specs().values()
-        return frozenset(int(field.sourceId()) for spec in specs for field in spec.fields())
+        with self._readable():
+            specs = self._table.specs().values()
+            return frozenset(int(field.sourceId()) for spec in specs for field in spec.fields())
 
     def properties(self) -> dict[str, str]:
         """The table's properties."""
-        return _dictionary(self._table.properties())
+        with self._readable():
+            return self._properties(self._table)
 
     def schema_json(self) -> str:
         """The current schema as Iceberg prints it."""
-        return str(self._jvm.org.apache.iceberg.SchemaParser.toJson(self._table.schema()))
+        with self._readable():
+            return str(self._jvm.org.apache.iceberg.SchemaParser.toJson(self._table.schema()))
 
     def identifier_columns(self) -> list[str]:
         """The names of the identifier fields."""
-        return sorted(self._table.schema().identifierFieldNames())
+        with self._readable():
+            return sorted(self._table.schema().identifierFieldNames())
 
     def evolve(self, columns: Sequence[Column], key: Sequence[str]) -> bool:
         """Let the table take these columns of the source, in one commit; False if it does already.
@@ -766,7 +791,9 @@ class Table:
 
     def snapshot_time_ms(self, snapshot_id: int) -> int:
         """When a snapshot was committed, in milliseconds since 1970."""
-        return int(self._table.operations().current().snapshot(snapshot_id).timestampMillis())
+        with self._readable():
+            metadata = self._table.operations().current()
+            return int(metadata.snapshot(snapshot_id).timestampMillis())
 
     def read_side_file(self, path: str) -> bytes:
         """The content of a file beside the metadata; raises `FileNotFoundError` if it is gone."""
@@ -883,10 +910,14 @@ class Table:
         properties = self._properties(metadata) if summaries.BOUNDS_PROPERTY in found else {}
         return summaries.from_summary(found, properties, self.read_side_file, str(self.name))
 
-    def _properties(self, metadata: Any) -> dict[str, str]:
-        """The properties in one call: there may be many."""
+    def _readable(self) -> AbstractContextManager[None]:
+        """What the library knows already, it may ask the catalog again after a failed commit."""
+        return as_unavailable(f"could not read the metadata of table {self.name}")
+
+    def _properties(self, owner: Any) -> dict[str, str]:
+        """The properties of a table or its metadata in one call: there may be many."""
         jackson = self._jvm.org.apache.iceberg.shaded.com.fasterxml.jackson
-        text = jackson.databind.ObjectMapper().writeValueAsString(metadata.properties())
+        text = jackson.databind.ObjectMapper().writeValueAsString(owner.properties())
         return dict(json.loads(text))
 
     def _global_spec_id(self) -> int:

@@ -1,8 +1,8 @@
 """Parquet files of Iceberg tables: where they lie, how they are written, what is reported of them.
 
-A file is written under a name that only its own task can write, in one atomic step: a reader or a
-second attempt of the same task never meets half of it. What is reported (`FileClosed`) is enough to
-commit the file without opening it.
+A file is written under a name that only its own attempt at a task can write, in one atomic step: a
+reader never meets half of it, and no second attempt touches it. What is reported (`FileClosed`) is
+enough to commit the file without opening it.
 """
 
 import hashlib
@@ -69,6 +69,7 @@ class FileClosed:
     metrics: Mapping[str, Any] = field(default_factory=dict)
     split_offsets: Sequence[int] = ()
     sort_order_id: int = 0
+    attempt: str = ""
     sha256: str = ""
 
     def digest(self) -> str:

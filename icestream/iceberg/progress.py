@@ -141,6 +141,12 @@ def outdated(
     return sorted(name for name, match in stems.items() if match[1] not in kept)
 
 
+def without_frontiers(properties: Mapping[str, str]) -> dict[str, str]:
+    """The properties that are no frontiers: every task is given a copy of them."""
+    frontier = re.compile(r"icestream\..+\.frontier\.\d+-[0-9a-f]+\.\d+")
+    return {name: value for name, value in properties.items() if not frontier.fullmatch(name)}
+
+
 def _bounds_entries(progress: Progress) -> Entries:
     plain = {
         LOWER: json.dumps(progress.lower.to_json(), separators=(",", ":")),

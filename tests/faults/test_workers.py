@@ -17,7 +17,7 @@ from tests.faults.checking import PIPELINE, exists, resolved
 from tests.faults.conftest import MakeShop
 from tests.faults.shop import Shop
 
-Alter = Callable[[Sequence[str]], Sequence[str]]
+Alter = Callable[[Sequence[str], Sequence[str]], Sequence[str]]
 
 
 @pytest.fixture
@@ -36,12 +36,12 @@ def failed_tasks(spark: SparkSession) -> int:
 
 
 def pipeline_with(shop: Shop, alter: Alter) -> Pipeline:
-    """A run whose workers do all their work twice; `alter` changes what the second time reports."""
+    """A run whose workers do all their work twice; `alter` makes up what is reported again."""
     config, spark = shop.config(), shop.lake.spark
 
     def write_twice(splits: Sequence[Split], writer: Writer, keyed: bool, text: str) -> Outcome:
         first, second = (write_epoch(spark, splits, writer, keyed, text) for _ in range(2))
-        reports = [*first.reports, *alter(second.reports)]
+        reports = [*first.reports, *alter(first.reports, second.reports)]
         return Outcome(reports=reports, rows=first.rows, learned=first.learned)
 
     source, sink = open_source(config, spark), open_sink(config, spark)
@@ -51,7 +51,7 @@ def pipeline_with(shop: Shop, alter: Alter) -> Pipeline:
 def test_a_worker_that_dies_is_replaced_and_nothing_is_doubled(
     make_shop: MakeShop, dying_workers: None
 ) -> None:
-    """E3, I2: the second attempt of a task overwrites what the first one left."""
+    """E3, I17: what the first attempt of a task left is not committed."""
     shop = make_shop(tables=("orders", "items"), sink={"format_version": 3})
     shop.epochs(1)
     failed_before = failed_tasks(shop.lake.spark)
@@ -60,14 +60,12 @@ def test_a_worker_that_dies_is_replaced_and_nothing_is_doubled(
     shop.assert_exact()
 
 
-def test_a_task_that_runs_twice_reports_the_same_files_and_they_count_once(
-    make_shop: MakeShop,
-) -> None:
-    """E3, I4: a repeated path with the same hash is dropped, as after a speculative task."""
+def test_the_files_of_a_task_that_runs_twice_count_once(make_shop: MakeShop) -> None:
+    """E3, I4, I17: of two attempts one counts, and a repeated report is dropped."""
     by_region = {"tables": {"orders": {"partition_by": ["region"]}}}
     shop = make_shop(tables=("orders", "items"), sink=by_region)
     shop.epochs(2)
-    pipeline_with(shop, alter=lambda reports: reports).run(once=True)
+    pipeline_with(shop, lambda first, second: [*second, *first]).run(once=True)
     shop.assert_exact()
 
 
@@ -75,8 +73,8 @@ def test_one_path_with_two_contents_stops_the_run_before_anything_is_committed(s
     """I4: a repeated path with another hash is refused."""
     shop.epochs(2)
 
-    def one_row_more(reports: Sequence[str]) -> list[str]:
-        file = json.loads(reports[0])
+    def one_row_more(first: Sequence[str], _: Sequence[str]) -> list[str]:
+        file = json.loads(first[0])
         file["record_count"] += 1
         return [FileClosed(**{**file, "sha256": ""}).to_json()]
 
@@ -92,8 +90,8 @@ def test_a_report_that_was_altered_on_its_way_is_refused(shop: Shop) -> None:
     """I3: the hash covers everything that is reported."""
     shop.epochs(1)
 
-    def altered(reports: Sequence[str]) -> list[str]:
-        return [json.dumps({**json.loads(reports[0]), "record_count": 1_000})]
+    def altered(_: Sequence[str], second: Sequence[str]) -> list[str]:
+        return [json.dumps({**json.loads(second[0]), "record_count": 1_000})]
 
     with pytest.raises(Broken, match="arrives as it was sent"):
         pipeline_with(shop, altered).run(once=True)

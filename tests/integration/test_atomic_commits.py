@@ -233,6 +233,34 @@ def test_files_that_no_longer_fit_one_table_are_written_again_for_all(shop: Shop
     assert shop.epochs() == in_all([1, 2])
 
 
+CHANGES_WITHOUT_A_SNAPSHOT = {
+    "schema": "ALTER TABLE {} ADD COLUMN extra STRING",
+    "spec": "ALTER TABLE {} ADD PARTITION FIELD bucket(4, id)",
+}
+
+
+@pytest.mark.parametrize("change", CHANGES_WITHOUT_A_SNAPSHOT)
+@pytest.mark.parametrize("atomic", [True, False])
+def test_a_schema_that_a_rival_changes_between_check_and_swap_refuses_the_swap(
+    shop: Shop, atomic: bool, change: str
+) -> None:
+    """I6, I14, Mend c8: no reference moves, and yet the files no longer fit the table."""
+    fed = HandFed(shop.spark, shop.catalog, SHAPES, namespace=shop.namespace, atomic=atomic)
+    fed.commit(everywhere(1, "x"))
+    written = fed.write(everywhere(2, "y"))
+    swap = TRANSACTION if atomic else r"/tables/b$"
+    changed = CHANGES_WITHOUT_A_SNAPSHOT[change]
+    shop.proxy.on("POST", swap).call_before(lambda: shop.sql(changed, "b"))
+    with pytest.raises(StaleWrite):
+        fed.sink.commit(written)
+    assert shop.epochs()["b"] == [1]
+    if atomic:
+        assert shop.epochs() == in_all([1])
+    fed.number -= 1
+    fed.commit(everywhere(2, "y"))
+    assert_two_epochs(shop)
+
+
 def test_a_catalog_without_transactions_is_refused_at_the_start(
     spark: SparkSession, embedded: dict[str, str]
 ) -> None:

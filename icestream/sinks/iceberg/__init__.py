@@ -97,8 +97,9 @@ LISTINGS_MAX = 10
 # The key in the source's order: identifier fields are a set and forget it.
 KEY_PROPERTY = "icestream.key"
 # Every commit writes a metadata file that lists all snapshots; without these they pile up.
+DELETES_METADATA = "write.metadata.delete-after-commit.enabled"
 _NEW_TABLE_PROPERTIES = {
-    "write.metadata.delete-after-commit.enabled": "true",
+    DELETES_METADATA: "true",
     "write.metadata.previous-versions-max": "100",
 }
 # A source whose columns change their names meets this many between two commits, and not more.
@@ -262,6 +263,9 @@ class IcebergSink:
         self.branch = options.branch
         if options.atomic:
             catalog.require_transactions()
+            log.warning(
+                "atomic: the catalog must commit to many tables all or none, and not every one does"
+            )
 
     def table_name(self, table: str) -> TableName:
         """The name in the catalog of a source table."""
@@ -304,8 +308,10 @@ class IcebergSink:
                 break
         else:
             raise rival_run(max(handles))
-        self._all_proven()
-        return {table: state.progress for table, state in self._states.items()}
+        states = dict(self._states)
+        for state in states.values():
+            state.proven = True
+        return {table: state.progress for table, state in states.items()}
 
     def _take_over(self, handles: Mapping[str, Table]) -> None:
         certain = self._each(handles, self._certain)
@@ -337,6 +343,7 @@ class IcebergSink:
         if state is None:
             return False
         if state.key is None:
+            self._warn_of_deleted_metadata(state.handle)
             state.key = self._key(table, state.handle, shape)
             if NAME_MAPPING in state.handle.properties() and (known := shape()):
                 state.meet(known.columns)
@@ -372,15 +379,17 @@ class IcebergSink:
         """A writer for the epoch's files of these tables, as they are now."""
         if not all(self._states[table].proven for table in tables):
             self._refuse_rivals()
-        missing = {table: self._states[table] for table in tables if not self._states[table].target}
+        # A commit that finds another schema takes targets back at any moment, in its own thread.
+        known = {table: self._states[table].target for table in tables}
+        targets = {table: target for table, target in known.items() if target is not None}
+        missing = {table: self._states[table] for table in tables if table not in targets}
         for table, target in self._each(missing, self._target).items():
-            self._states[table].target = target
-        targets = {table: self._states[table].target for table in tables}
+            targets[table] = self._states[table].target = target
         return IcebergWriter(
             pipeline=self._pipeline,
             epoch=epoch.number,
             run=f"g{self._generation}.{next(self._writers)}",
-            targets={table: target for table, target in targets.items() if target is not None},
+            targets=targets,
             batch_ids={table: batch_id(self._pipeline, table, epoch.upper) for table in tables},
             names=self._names,
             taken=self._feeders() if self._named_by_records else {},
@@ -403,7 +412,7 @@ class IcebergSink:
                 return self._publish_together(commits)
             return list(self._each(commits, self._publish).values())
         except StaleWrite:
-            for state in self._states.values():
+            for state in list(self._states.values()):
                 state.target = None
             raise
 
@@ -594,8 +603,10 @@ class IcebergSink:
         each run looks at all that there are.
         """
         branch = self._options.branch
-        handles = {table: state.handle for table, state in self._states.items()}
-        proven = [table for table, state in self._states.items() if state.proven][:1]
+        # Other tables are prepared meanwhile.
+        states = list(self._states.items())
+        handles = {table: state.handle for table, state in states}
+        proven = [table for table, state in states if state.proven][:1]
         if not proven:
             own = {handle.name for handle in handles.values()}
             for handle in self._existing(()).values():
@@ -605,10 +616,7 @@ class IcebergSink:
         heads = self._each(looked_at, lambda _, handle: handle.head(self._pipeline, branch))
         for table, head in heads.items():
             refuse_successor(head, table, self._generation)
-        self._all_proven()
-
-    def _all_proven(self) -> None:
-        for state in self._states.values():
+        for _, state in states:
             state.proven = True
 
     def _state(self, table: str, shape: Callable[[], TableShape | None]) -> _TableState | None:
@@ -667,14 +675,27 @@ class IcebergSink:
         owned = TableToClaim(handle, mine, self._names)
         return publish_claim(owned, self._options.branch, claim, self._claim_id)
 
+    def _warn_of_deleted_metadata(self, handle: Table) -> None:
+        """A catalog may delete old metadata of some tables before it refuses the commit to all."""
+        if self._options.atomic and handle.properties().get(DELETES_METADATA) == "true":
+            log.warning(
+                "table %s has %s = true, and a commit to many tables that fails may damage it; "
+                "set it to false",
+                handle.name,
+                DELETES_METADATA,
+                extra={"table": str(handle.name)},
+            )
+
     def _create(self, table: str, shape: TableShape | None) -> Table | None:
         if shape is None:
             return None
         options = self._table_options(table)
+        # Catalogs have deleted old metadata inside a commit to many tables that then failed.
+        unsafe = {DELETES_METADATA} if self._options.atomic else set()
         properties = {
             "format-version": str(self._options.format_version),
             KEY_PROPERTY: json.dumps(list(shape.key)),
-            **_NEW_TABLE_PROPERTIES,
+            **{n: value for n, value in _NEW_TABLE_PROPERTIES.items() if n not in unsafe},
             **self._options.properties,
             **options.properties,
             OWNER_PROPERTY: Owner(pipeline=self._pipeline, table=table).to_text(),
@@ -800,11 +821,17 @@ def _refuse_vague(column: NestedField, table: str) -> None:
 
 
 def collect(reports: Iterable[str], epoch: int) -> dict[str, list[FileClosed]]:
-    """Reported files by table; a repeated report is dropped, one that differs is refused."""
+    """Reported files by table; a repeated report is dropped, one that differs is refused.
+
+    Of a task that ran twice the files of one attempt count: the first that is met.
+    """
     by_path: dict[str, FileClosed] = {}
+    attempts: dict[tuple[str, str], str] = {}
     for report in reports:
         file = FileClosed.from_json(report)
         check(file.epoch == epoch, f"{file.path} belongs to epoch {epoch}")
+        if attempts.setdefault((file.table, file.worker), file.attempt) != file.attempt:
+            continue
         known = by_path.get(file.path)
         if known is not None and known.sha256 != file.sha256:
             raise Broken(

@@ -11,13 +11,16 @@ another partition and would leave the old copy behind. A delete is bound to a pa
 the key or a before-image proves where the old row lies and all rows of the table follow the same
 partition spec; every other delete is written under the unpartitioned spec and reaches everywhere.
 
-Files lie at `<table>/data/icestream/job=<pipeline>/epoch=<n>/shard=<task>/`, where the task's name
-holds the run's generation: a retried task overwrites its own output, and a late task of an older
-run can never touch what a newer run has committed.
+Files lie at `<table>/data/icestream/job=<pipeline>/epoch=<n>/shard=<task>-<attempt>/`. The task's
+name holds the run's generation, and each attempt at a task draws a name of its own. So nobody ever
+writes under a name that was reported: neither a task of an older run, nor a retried or speculative
+one, however late it ends and however its input was batched. What a failed attempt leaves is an
+orphan that nobody sees.
 """
 
 import dataclasses
 import json
+import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +43,8 @@ from icestream.schema import arrow_schema, calendar_day, renamed_type, schema_fr
 _FRACTION_DIGITS = {"us": 6, "ns": 9}
 # What a change batch has beside the table's own columns.
 _MARKS = (OP, AT, SEQ, BEFORE)
+# 64 bits: no two of the few attempts at a task draw the same.
+_ATTEMPT_CHARACTERS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +103,7 @@ class IcebergWriter:
 
 
 class _Share:
-    """One task's share of one table: the folder it writes to and the numbers of its files."""
+    """One attempt's share of one table: the folder it writes to and the numbers of its files."""
 
     def __init__(self, writer: IcebergWriter, table: str, worker: str):
         self.writer = writer
@@ -107,9 +112,10 @@ class _Share:
         self.target = writer.targets[table]
         self.schema = schema_from_json(self.target.schema_json)
         self.spec = PartitionSpec.model_validate(json.loads(self.target.spec_json))
+        self.attempt = uuid.uuid4().hex[:_ATTEMPT_CHARACTERS]
         folder = (
             f"{self.target.location}/icestream/job={writer.pipeline}"
-            f"/epoch={writer.epoch}/shard={worker}"
+            f"/epoch={writer.epoch}/shard={worker}-{self.attempt}"
         )
         self.files = ParquetFolder(folder, self.target.io_properties, self.target.properties)
         self._numbers = {DATA: 0, EQUALITY_DELETES: 0}
@@ -171,6 +177,7 @@ class _Share:
             epoch=self.writer.epoch,
             batch_id=self.writer.batch_ids[self.table],
             worker=self.worker,
+            attempt=self.attempt,
             schema_id=self.target.schema_id,
             spec_id=spec_id,
             path=closed.path,

@@ -18,6 +18,7 @@ from icestream.iceberg.files import DATA, EQUALITY_DELETES, FileClosed
 from icestream.schema import Column, TableShape, new_schema
 from icestream.sinks import StaleWrite, Written
 from icestream.sinks.iceberg import (
+    DELETES_METADATA,
     IcebergSink,
     IcebergSinkOptions,
     TableOptions,
@@ -539,3 +540,93 @@ def test_the_worst_error_of_several_tables_is_raised():
     with pytest.raises(Fenced, match="taken over table b"):
         commit(owner, epoch(2, 5, 9), "a", "b")
     assert len(paths(lake, "a")) == len(paths(lake, "b")) == 1
+
+
+def test_atomic_commits_leave_old_metadata_to_others(caplog):
+    """I14, Mend c9: a catalog deleted metadata inside a commit to many tables that then failed."""
+    lake = Lake()
+    with caplog.at_level("WARNING"):
+        owner = sink(lake, atomic=True)
+        owner.claim([])
+        commit(owner, epoch(1, 0, 5), "a")
+    made = lake.tables[name("a")].properties
+    assert DELETES_METADATA not in made
+    assert made["write.metadata.previous-versions-max"] == "100"
+    assert [r.getMessage() for r in caplog.records] == [
+        "atomic: the catalog must commit to many tables all or none, and not every one does"
+    ]
+    plain = sink(lake)
+    plain.claim([])
+    commit(plain, epoch(2, 5, 9), "b")
+    assert lake.tables[name("b")].properties[DELETES_METADATA] == "true"
+
+
+def test_an_atomic_pipeline_warns_of_a_table_whose_metadata_is_deleted(caplog):
+    """I14, Mend c9: once a run for each table, with the property to change."""
+    lake = Lake()
+    plain = sink(lake)
+    plain.claim([])
+    commit(plain, epoch(1, 0, 5), "a")
+    owner = sink(lake, atomic=True)
+    owner.claim([])
+    with caplog.at_level("WARNING"):
+        commit(owner, epoch(2, 5, 9), "a")
+        commit(owner, epoch(3, 9, 12), "a")
+    _, warned = [r.getMessage() for r in caplog.records]
+    assert warned.startswith(f"table shop.a has {DELETES_METADATA} = true")
+
+
+def test_tables_are_prepared_while_another_commit_takes_its_targets_back():
+    """I6, Mend c8: a dictionary that grows while it is looked through raised an error."""
+    lake = Lake()
+    owner = sink(lake)
+    owner.claim([])
+    for number in range(50):
+        owner.prepare(f"t{number}", lambda: SHAPE)
+    at = epoch(1, 0, 5)
+    written = owner.writer(at, ["t0"])
+    lake.evolve(name("t0"))
+    grown = []
+
+    class Growing(type(owner._states["t0"])):
+        """The first state that is taken back has another table prepared meanwhile."""
+
+        __slots__ = ()
+
+        def __setattr__(self, attribute, value):
+            if attribute == "target" and not grown:
+                grown.append(owner.prepare("late", lambda: SHAPE))
+            super().__setattr__(attribute, value)
+
+    for state in owner._states.values():
+        state.__class__ = Growing
+    with pytest.raises(StaleWrite):
+        commit(owner, at, "t0", writer=written)
+    assert grown == [True]
+
+
+def test_a_writer_has_all_its_tables_even_when_targets_are_taken_back_meanwhile():
+    """I6, Mend c8: a table without a target would have had no files in its epoch."""
+    lake = Lake()
+    owner = sink(lake)
+    owner.claim([])
+    for table in ("a", "b"):
+        owner.prepare(table, lambda: SHAPE)
+    owner.writer(epoch(1, 0, 5), ["a"])
+    asked = owner._target
+
+    def taken_back(table, state):
+        owner._states["a"].target = None
+        return asked(table, state)
+
+    owner._target = taken_back
+    assert set(owner.writer(epoch(2, 5, 9), ["a", "b"]).tables()) == {"a", "b"}
+
+
+def test_of_two_attempts_at_a_task_one_counts():
+    """I4, I17, Mend c5: their names differ, so both would be committed and every row doubled."""
+    first = [report("t", 1, f"x/{n}", attempt="x") for n in (1, 2)]
+    second = [report("t", 1, f"y/{n}", attempt="y") for n in (1, 2)]
+    other = report("t", 1, "z/1", attempt="y", worker="v")
+    found = collect([first[0], *second, first[1], other], 1)
+    assert [file.path for file in found["t"]] == ["x/1", "x/2", "z/1"]

@@ -110,12 +110,15 @@ def test_no_file_deletes_a_row_of_its_own_commit(tmp_path):
     assert local.rows() == [{"id": 1, "region": None, "amount": 3}]
 
 
-def test_files_lie_where_only_their_task_writes(tmp_path):
-    """I2: job, epoch and shard are in the path, and the run's generation in the shard."""
+def test_files_lie_where_only_their_attempt_writes(tmp_path):
+    """I2, I17: job, epoch and shard are in the path, generation and attempt in the shard."""
     reports = table(tmp_path).writer(epoch=7, run="g3.1").write("t", "00002", changes({"id": 1}))
     paths = [FileClosed.from_json(report).path for report in reports]
-    folder = f"{tmp_path}/data/icestream/job=orders/epoch=7/shard=g3.1-00002"
-    assert paths == [f"{folder}/data-00000.parquet", f"{folder}/deletes/eqdel-00000.parquet"]
+    folder = f"{tmp_path}/data/icestream/job=orders/epoch=7/shard=g3.1-00002-"
+    assert [path[: len(folder)] for path in paths] == [folder, folder]
+    rests = [path.removeprefix(folder).partition("/") for path in paths]
+    assert [rest for _, _, rest in rests] == ["data-00000.parquet", "deletes/eqdel-00000.parquet"]
+    assert len({attempt for attempt, _, _ in rests}) == 1
 
 
 def test_a_report_has_what_the_commit_needs(tmp_path):
@@ -141,17 +144,20 @@ def test_a_delete_file_holds_the_key_columns_with_their_field_ids(tmp_path):
     assert list(deletes.equality_ids) == [3, 1]
 
 
-def test_writing_a_share_twice_gives_the_same_files(tmp_path):
-    """I2, E3: a replayed or speculative task overwrites its own output, byte by byte."""
+def test_a_late_twin_of_a_task_leaves_the_reported_files_alone(tmp_path):
+    """I17, E3, Mend c5: the same rows in other batches are another file under the same name."""
     local = table(tmp_path, terms=REGION)
-    shuffled = changes(
-        *({"id": n % 7, "region": "ab"[n % 2], "amount": n} for n in (5, 3, 9, 1, 8, 2, 7, 6))
-    )
-    first = list(local.writer().write("t", "00000", shuffled))
-    bytes_before = {path: path.read_bytes() for path in tmp_path.rglob("*.parquet")}
-    assert list(local.writer().write("t", "00000", shuffled)) == first
-    assert {path: path.read_bytes() for path in tmp_path.rglob("*.parquet")} == bytes_before
-    assert len(bytes_before) == len(first)
+    rows = [{"id": n, "region": "ab"[n % 2], "amount": n} for n in range(2000)]
+    whole = changes(*rows)
+    batches = pa.concat_tables([whole.slice(n, 7) for n in range(0, len(rows), 7)])
+    first = [FileClosed.from_json(report) for report in local.writer().write("t", "0", whole)]
+    committed = {file.path: Path(file.path).read_bytes() for file in first}
+    twin = [FileClosed.from_json(report) for report in local.writer().write("t", "0", batches)]
+    assert not {file.path for file in twin} & committed.keys()
+    assert {path: Path(path).read_bytes() for path in committed} == committed
+    assert [file.size_bytes for file in first] == [len(found) for found in committed.values()]
+    for one, other in zip(first, twin, strict=True):
+        assert pq.read_table(one.path).equals(pq.read_table(other.path))
 
 
 def test_runs_never_write_the_same_path(tmp_path):
