@@ -454,8 +454,7 @@ def open_pipeline(config: PipelineConfig, spark: SparkSession) -> Pipeline:
     cadence = config.cadence
     if cadence.heartbeat_interval is None and isinstance(config.source, PostgresOptions):
         cadence = dataclasses.replace(cadence, heartbeat_interval=SLOT_HEARTBEAT_SECONDS)
-    feed = isinstance(config.source, CockroachdbOptions) and config.source.kafka is not None
-    if cadence.heartbeat_interval is None and feed:
+    if cadence.heartbeat_interval is None and isinstance(config.source, CockroachdbOptions):
         cadence = dataclasses.replace(cadence, heartbeat_interval=RESOLVED_HEARTBEAT_SECONDS)
     if isinstance(config.source, IcebergSourceOptions):
         # One after the other: what a document becomes must never depend on which epoch is faster.

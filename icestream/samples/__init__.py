@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from icestream.frontier import Position
 from icestream.sources.cockroachdb.files import MARKER_SUFFIX
-from icestream.sources.cockroachdb.hlc import parse_hlc
+from icestream.sources.cockroachdb.hlc import file_time, parse_hlc
 
 _SESSION = "56087568dba1e6b8"
 
@@ -57,15 +57,6 @@ def with_key(row: Row) -> str:
     return f'{row.value[:-1]}, "key": {row.key}}}'
 
 
-def file_time(at: Position) -> str:
-    """A timestamp in the 33 digits of a file name."""
-    from datetime import UTC, datetime
-
-    seconds, nanoseconds = divmod(at[0], 1_000_000_000)
-    moment = datetime.fromtimestamp(seconds, UTC)
-    return f"{moment:%Y%m%d%H%M%S}{nanoseconds:09d}{at[1]:010d}"
-
-
 class FeedFolder:
     """Writes a folder as a changefeed into cloud storage does."""
 
@@ -73,7 +64,7 @@ class FeedFolder:
         self.path = Path(path)
         self.path.mkdir(parents=True, exist_ok=True)
         self._compression = compression
-        self._number = 0
+        self._number = -1
 
     def data(self, topic: str, rows: Sequence[str], at: Position, schema: int = 1) -> Path:
         """Write one data file; `at` is a lower bound of its rows' timestamps."""

@@ -3,10 +3,10 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from icestream.samples import file_time
 from icestream.sources.cockroachdb.files import FeedFile
 from icestream.sources.cockroachdb.hlc import (
     after,
+    file_time,
     format_hlc,
     parse_file_time,
     parse_hlc,

@@ -85,6 +85,13 @@ class CockroachdbOptions:
         default_factory=dict,
         metadata={"doc": "Access to the files, named as Iceberg does: `s3.endpoint` ..."},
     )
+    accept_lost_after: str = field(
+        default="",
+        metadata={
+            "doc": "Go on although files were removed before they were read: the timestamp, or "
+            "`start`, that the error names. It holds for that place alone."
+        },
+    )
     split_bytes: int = field(
         default=64 * 1024 * 1024,
         metadata={"doc": "Bytes of rows that one worker reads at a time.", "unit": "bytes"},

@@ -12,9 +12,14 @@ file name or arrival, and duplicates vanish because two changes of a key at one 
 The obvious listing is a race: a file and a marker that appear while the pages of a listing are
 fetched may show the marker and hide the file. Files are therefore taken from a second listing that
 began after the marker had been seen.
+
+What was removed before it was read is history lost, never a gap: the marker of the last committed
+timestamp must be there when a later one is, and so must every number of a file that may be needed
+(`icestream.sources.cockroachdb.numbered`).
 """
 
 import bisect
+import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -53,12 +58,22 @@ from icestream.sources.cockroachdb.hlc import (
     FILE_NAME_DIGITS,
     RESOLVED,
     after,
+    file_time,
+    format_hlc,
     parse_file_time,
     resolved_of,
+)
+from icestream.sources.cockroachdb.numbered import (
+    FOLDER,
+    Numbered,
+    Numbers,
+    remembered,
+    writer_of,
 )
 from icestream.sources.cockroachdb.rows import (
     KeySearch,
     Reader,
+    key_parts,
     no_key,
     no_timestamps,
     rows_of,
@@ -66,19 +81,28 @@ from icestream.sources.cockroachdb.rows import (
     timestamps,
     top_of,
 )
-from icestream.sources.json_cells import MalformedJson, lines
+from icestream.sources.json_cells import Cells, MalformedJson, lines
 from icestream.sources.json_columns import infer_type
+
+log = logging.getLogger(__name__)
 
 MARKER_SUFFIX = ".RESOLVED"
 _DATA_NAME = re.compile(
     r"(?P<at>\d{33})-(?P<uniquer>.+?)-(?P<file>[0-9a-f]{8})-(?P<topic>.+)-(?P<schema>[0-9a-f]+)"
-    r"\.(?P<format>ndjson|parquet)(?P<compression>\.gz|\.zst)?"
+    r"\.(?P<format>[a-z]+)(?P<compression>\.gz|\.zst)?"
 )
+_FORMATS = ("ndjson", "parquet")
+# Names that copying leaves behind for a moment.
+_UNFINISHED = ("part", "tmp", "crc")
 _UPDATED_IN_BYTES = re.compile(rb'"updated": ?"(\d+)\.(\d{10})\??"')
 _CODECS = {".gz": "gzip", ".zst": "zstd"}
 _PARQUET_EVENT = ("__crdb__event_type", "__crdb_event_type__")
 _PARQUET_UPDATED = "__crdb__updated"
 
+# Between a table and its column family, in the names of files.
+FAMILY_MARK = "+"
+# What `accept_lost_after` says when nothing was read yet.
+FROM_THE_START = "start"
 # A feed that restarts from its checkpoint may name files somewhat earlier than the last marker.
 # An hour of files is looked at again after a restart; rows decide what is new in them.
 REWIND_SECONDS = 3600
@@ -97,12 +121,14 @@ class FeedFile:
     format: str
     compression: str
     size_bytes: int
+    writer: int = 0
+    number: int = 0
 
     @staticmethod
     def parse(path: str, size_bytes: int) -> "FeedFile | None":
         """The data file of that name, or None if the name is not one of a data file."""
         found = _DATA_NAME.fullmatch(PurePosixPath(path).name)
-        if not found:
+        if not found or found["format"] in _UNFINISHED:
             return None
         return FeedFile(
             path=path,
@@ -111,6 +137,8 @@ class FeedFile:
             format=found["format"],
             compression=found["compression"] or "",
             size_bytes=size_bytes,
+            writer=writer_of(found["uniquer"]),
+            number=int(found["file"], 16),
         )
 
     @property
@@ -276,6 +304,16 @@ def _iceberg_type(kind: pa.DataType, declared: Mapping[str, IcebergType], name: 
     return cast(IcebergType, visit_pyarrow(kind, _ConvertToIcebergWithoutIDs()))
 
 
+@dataclass(slots=True)
+class _Listing:
+    """What the folder has: files and markers that may matter, and all numbers and markers."""
+
+    files: dict[str, FeedFile] = field(default_factory=dict)
+    markers: set[Position] = field(default_factory=set)
+    numbers: Numbers = field(default_factory=Numbers)
+    marked: set[Position] = field(default_factory=set)
+
+
 IndexFiles = Callable[[Sequence[Any]], Sequence[tuple[str, Position, Position]]]
 
 
@@ -340,7 +378,8 @@ class CockroachdbFiles(Changefeed):
     def tables(self) -> Sequence[str]:
         """The tables that the folder has files of."""
         if not self._files:
-            self._files, self._markers = self._list(())
+            listing = self._list(())
+            self._files, self._markers = listing.files, listing.markers
         found = sorted({file.topic for file in self._files.values()})
         return [topic for topic in found if self._wanted(topic)]
 
@@ -367,10 +406,12 @@ class CockroachdbFiles(Changefeed):
     def available(self, lower: Frontier) -> Sequence[Frontier]:
         """One boundary for each resolved timestamp after `lower`, thinned by `resolved_every`."""
         start = lower[RESOLVED]
-        files, markers = self._list(start)
+        listing = self._list(start)
+        markers = listing.markers
         if markers - self._markers:
             # Files that were uploaded before a marker are sure to be in a listing begun after it.
-            files, _ = self._list(start)
+            listing = self._list(start)
+        files = listing.files
         self._files, self._markers = files, markers
         self._spans = {path: span for path, span in self._spans.items() if path in files}
         if files and not markers:
@@ -380,10 +421,12 @@ class CockroachdbFiles(Changefeed):
                 hint="Create the changefeed WITH updated, resolved; or wait for its first one.",
             )
         waiting = sorted(m for m in markers if (m[0], m[1] + 1) > start)
+        if waiting:
+            self._refuse_gap(lower, listing)
         boundaries = self.thinned(start, waiting, self._bytes_before(waiting))
         if len(boundaries) > 1:
             self._index_unknown()
-        return [after(marker) for marker in boundaries]
+        return self._frontiers(boundaries, lower)
 
     def splits(self, epoch: Epoch) -> Sequence[FileSplit]:
         """The files that hold rows of the epoch, or may, in splits of one table each."""
@@ -419,19 +462,95 @@ class CockroachdbFiles(Changefeed):
             return None
         return max(0.0, (max(self._markers)[0] - resolved[0]) / 1e9)
 
-    def _list(self, start: Position) -> tuple[dict[str, FeedFile], set[Position]]:
+    def _refuse_gap(self, lower: Frontier, listing: _Listing) -> None:
+        """Raise `HistoryLost` when the folder lacks what lies between `lower` and what is there."""
+        resolved = resolved_of(lower)
+        reached = format_hlc(resolved) if resolved else FROM_THE_START
+        lost = None
+        if resolved and resolved not in listing.marked:
+            lost = f"The marker {file_time(resolved)}{MARKER_SUFFIX}, which was committed last"
+        needed = listing.numbers.needed(lower)
+        if not lost and listing.numbers.first_gone(needed):
+            # Older folders were not looked into, and a name may have come while others were listed.
+            if gone := self._list(()).numbers.first_gone(needed):
+                lost = f"File {gone[1]:08x}{self._beside(gone[0])}"
+        if lost and self._options.accept_lost_after == reached:
+            log.warning("going on after %s although files were removed: %s", reached, lost)
+        elif lost:
+            raise HistoryLost(
+                f"files of the changefeed were removed from {self._options.files} before they "
+                "were read",
+                detail=f"{lost}, is gone; later ones are there. What was read ends at {reached}.",
+                hint="Restore them from the bucket's versions. If you know that no row is lost, or "
+                f"accept it, set `source.cockroachdb.accept_lost_after: {reached}`; else let a new "
+                "changefeed write to a new folder, and read it into new tables.",
+            )
+
+    def _beside(self, writer: int) -> str:
+        """Which writer's file is meant, told by the name of another one."""
+        names = sorted(path for path, file in self._files.items() if file.writer == writer)
+        return f", of the writer of {PurePosixPath(names[0]).name}" if names else ""
+
+    def _frontiers(self, boundaries: Sequence[Position], lower: Frontier) -> list[Frontier]:
+        """The frontiers of resolved timestamps, with what the folder must keep after each."""
+        files = [
+            Numbered(
+                writer=file.writer,
+                number=file.number,
+                at=file.at,
+                **({"last": self._spans[path][1][0]} if path in self._spans else {}),
+            )
+            for path, file in self._files.items()
+        ]
+        known = sorted(self._markers)
+        since = [
+            max(0, known[bisect.bisect_left(known, each) - 1][0] - REWIND_SECONDS * 10**9)
+            if known[0] < each
+            else 0
+            for each in boundaries
+        ]
+        folders = remembered(boundaries, files, lower, since)
+        return [
+            after(marker).join(Frontier({FOLDER: folder}))
+            for marker, folder in zip(boundaries, folders, strict=True)
+        ]
+
+    def _list(self, start: Position) -> _Listing:
         """Data files and markers of the folder, but for what lies well before `start`."""
         earliest = self._earliest(start)
-        files: dict[str, FeedFile] = {}
-        markers: set[Position] = set()
+        listing = _Listing()
         for path, size_bytes in self._walk(earliest):
             name = PurePosixPath(path).name
             if name.endswith(MARKER_SUFFIX) and name[:FILE_NAME_DIGITS].isdigit():
-                markers.add(parse_file_time(name))
+                listing.marked.add(parse_file_time(name))
             elif file := FeedFile.parse(path, size_bytes):
+                listing.numbers.add(file.writer, file.number, file.at)
                 if file.at >= earliest:
-                    files[path] = file
-        return files, {marker for marker in markers if marker >= earliest}
+                    self._refuse_unreadable(file)
+                    listing.files[path] = file
+        listing.markers = {marker for marker in listing.marked if marker >= earliest}
+        return listing
+
+    def _refuse_unreadable(self, file: FeedFile) -> None:
+        """A file of a table that is wanted is read or refused, never passed over."""
+        if not self._wanted(file.topic):
+            return
+        if file.format not in _FORMATS:
+            raise ConfigInvalid(
+                f"files of the changefeed in {self._options.files} have the format {file.format}",
+                detail=f"{PurePosixPath(file.path).name} cannot be read.",
+                hint="Create the changefeed with format=json or format=parquet, into a new folder.",
+            )
+        if FAMILY_MARK in file.topic and file.topic not in self._options.tables:
+            table, _, family = file.topic.rpartition(FAMILY_MARK)
+            raise ConfigInvalid(
+                f"the changefeed splits table {table} into column families",
+                detail=f"{PurePosixPath(file.path).name} has the columns of family {family} alone. "
+                "Each file has a part of its rows, and no table is made of the parts.",
+                hint="Name the tables to take in `source.cockroachdb.tables` and leave this one "
+                f"out; or name families there as tables of their own, such as `{file.topic}`, with "
+                f"the primary key in `source.cockroachdb.keys: {{{file.topic}: [...]}}`.",
+            )
 
     def _walk(self, earliest: Position) -> Iterator[tuple[str, int]]:
         """All files of the folder; dated folders before `earliest` are not entered."""
@@ -520,7 +639,7 @@ class CockroachdbFiles(Changefeed):
                 break
             content = file.content(self._filesystem)
             read += len(content)
-            found, file_key = self._sampled(table, file, content, declared, bool(key))
+            found, file_key = self._sampled(table, file, content, declared, key)
             columns.update({c.name: c for c in found if c.name not in columns})
             key = key or file_key
         if not columns or not key:
@@ -533,25 +652,34 @@ class CockroachdbFiles(Changefeed):
         file: FeedFile,
         content: bytes,
         declared: Mapping[str, IcebergType],
-        key_known: bool,
+        key: Sequence[str],
     ) -> tuple[list[Column], list[str]]:
         if file.format == "parquet":
-            return _sample_parquet(table, file, content, declared, key_known), []
+            return _sample_parquet(table, file, content, declared, bool(key)), []
         try:
             rows = rows_of(file, top_of(lines(content)))
             # A table must not be made from rows that no epoch can take.
             timestamps(file, rows)
+            # Rows of a column family may have their key beside them alone.
+            cells_by_name = {
+                **(_named(key_parts(rows.key, key), key) if rows.columns else {}),
+                **rows.columns,
+            }
             kinds = {
                 name: declared.get(name) or infer_type(cells)
-                for name, cells in rows.columns.items()
+                for name, cells in cells_by_name.items()
             }
             columns = [Column(name=name, type=kind) for name, kind in kinds.items() if kind]
             search = KeySearch()
-            if not key_known:
+            if not key:
                 search.look(file, table, rows)
             return columns, search.key(table)
         except MalformedJson as error:
             raise file.damaged(f"Row {error.row + 1}, byte {error.offset}: {error}.") from error
+
+
+def _named(cells: Mapping[str, Cells], names: Sequence[str]) -> dict[str, Cells]:
+    return {name: cells[name] for name in names if name in cells}
 
 
 def _current(folder: str, oldest_day: Any) -> bool:

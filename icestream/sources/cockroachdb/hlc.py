@@ -47,6 +47,13 @@ def parse_file_time(digits: str) -> Position:
     return wall, int(digits[23:FILE_NAME_DIGITS])
 
 
+def file_time(at: Position) -> str:
+    """The inverse of `parse_file_time`."""
+    seconds, nanoseconds = divmod(at[0], 1_000_000_000)
+    moment = datetime.fromtimestamp(seconds, UTC)
+    return f"{moment:%Y%m%d%H%M%S}{nanoseconds:09d}{at[1]:0{LOGICAL_DIGITS}d}"
+
+
 def after(resolved: Position) -> Frontier:
     """The frontier that includes everything up to and with a resolved timestamp."""
     wall, logical = resolved

@@ -12,8 +12,12 @@ import pyarrow as pa
 
 from icestream.sources.compiled import Bytes, kernel, pointer
 
-# More digits after or before the point than this are no number that a database has.
-SCALE_MAX = 20_000
+# More digits after the point, or zeros before it, are no number that a database has.
+SCALE_MAX = 16_383
+SCALE_MIN = -1_000
+# A few bytes and a large scale make a long text: so much may the decimals of one column become,
+# which is less than positions of 32 bits can tell.
+TEXT_BYTES_MAX = 256 * 1024 * 1024
 DECIMAL_DIGITS_MAX = 38
 
 Positions = npt.NDArray[np.int32]
@@ -53,8 +57,11 @@ def decimals(unscaled: pa.BinaryArray, scale: int) -> pa.Decimal128Array:
 
 
 def decimal_texts(unscaled: pa.BinaryArray, scales: npt.NDArray[np.int32]) -> pa.StringArray:
-    """Unscaled numbers and their scales in plain notation, all digits of them."""
-    if np.any(np.abs(scales.astype(np.int64)) > SCALE_MAX):
+    """Unscaled numbers and their scales in plain notation, all digits of them.
+
+    ValueError when a scale is impossible, or the texts become larger than `TEXT_BYTES_MAX`.
+    """
+    if np.any((scales > SCALE_MAX) | (scales < SCALE_MIN)):
         raise ValueError("a decimal has an impossible scale")
     words, wide, valid = _whole_numbers(unscaled)
     digits = _decimal_array(words, valid, pa.decimal128(DECIMAL_DIGITS_MAX, 0)).cast(pa.string())
@@ -91,7 +98,9 @@ def _decimal_array(words: Words, valid: Mask, kind: pa.DataType) -> pa.Decimal12
 
 def _with_points(digits: pa.StringArray, scales: npt.NDArray[np.int32]) -> pa.StringArray:
     data, offsets, valid = _parts(digits)
-    room = data.size + int(np.abs(scales.astype(np.int64)).sum()) + 2 * len(digits)
+    room = data.size + int(np.abs(scales[valid].astype(np.int64)).sum()) + 2 * len(digits)
+    if room > TEXT_BYTES_MAX:
+        raise ValueError("decimals have too many digits together")
     target = np.empty(room, dtype=np.uint8)
     ends = np.zeros(len(digits) + 1, dtype=np.int32)
     _write_points(data, offsets, valid, scales, target, ends)

@@ -17,6 +17,9 @@ Numbers = npt.NDArray[np.int64]
 Number = Any
 # Keys are dealt out to this many shares by their hash.
 SHARES = 16
+# The header of XLogData, and the least bytes of messages: a keep-alive, a begin, a commit, and a
+# row with its kind, its relation, a mark and the number of its columns.
+_HEADER_BYTES, _KEEP_ALIVE_BYTES, _BEGIN_BYTES, _COMMIT_BYTES, _ROW_BYTES = 25, 18, 21, 26, 8
 # Oids and transaction ids use all 32 bits.
 _UNSIGNED = 0xFFFF_FFFF
 
@@ -150,10 +153,10 @@ def _tuples_of(raw: Bytes, place: int, end: int) -> tuple[Number, Number, bool]:
 
     The message begins at `place` with its kind and the relation.
     """
+    if end - place < _ROW_BYTES:
+        return np.int64(-1), np.int64(-1), False
     kind = raw[place]
     place += 5
-    if place >= end:
-        return np.int64(-1), np.int64(-1), False
     mark = raw[place]
     old, new = np.int64(-1), np.int64(-1)
     if mark == ord("K") or mark == ord("O"):
@@ -175,6 +178,8 @@ def _take_row(
 ) -> int:
     """Take one row message into the buffer; returns why it could not be taken."""
     at, end = span
+    if end - at < _ROW_BYTES:
+        return _DAMAGED
     relations, slots, key_edges, keys = tables
     rows, content, _ = buffer
     oid = int32(pointer(raw), at + 1) & _UNSIGNED
@@ -229,18 +234,28 @@ def walk(raw: Bytes, state: Numbers, tables: Tables, buffer: Buffer) -> tuple[in
         if end > raw.size:
             return place, _NEED_MORE
         body = place + 5
-        at = body + 25
-        kind = raw[at] if raw[body] == ord("w") else raw[body]
-        if kind == ord("k"):
+        at = body + _HEADER_BYTES
+        if raw[body] == ord("k"):
+            if end - body < _KEEP_ALIVE_BYTES:
+                return place, _DAMAGED
             state[_SENT_LSN] = max(state[_SENT_LSN], int64(pointer(raw), body + 1))
             state[_REPLY] |= raw[body + 17]
-        elif kind == ord("B"):
+            place = end
+            continue
+        if raw[body] != ord("w") or at >= end:
+            return place, _DAMAGED
+        kind = raw[at]
+        if kind == ord("B"):
+            if end - at < _BEGIN_BYTES:
+                return place, _DAMAGED
             if state[_AWAITED] or int64(pointer(raw), at + 1) < state[_FLOOR]:
                 return place, _MESSAGE
             state[_COMMIT_LSN] = int64(pointer(raw), at + 1)
             state[_XID] = int32(pointer(raw), at + 17) & _UNSIGNED
             state[_INSIDE] = 1
         elif kind == ord("C"):
+            if end - at < _COMMIT_BYTES:
+                return place, _DAMAGED
             state[_END_LSN] = int64(pointer(raw), at + 10)
             state[_TIME] = int64(pointer(raw), at + 18)
             state[_LAST_LSN] = state[_COMMIT_LSN]

@@ -324,7 +324,7 @@ class WalReader:
             elif stop == Stop.MESSAGE:
                 self._message()
             elif stop == Stop.DAMAGED:
-                raise DataRejected("a message of the change stream is damaged")
+                raise self._damaged()
             elif stop == Stop.ENDED:
                 self._refuse_end()
             else:
@@ -339,13 +339,16 @@ class WalReader:
         _, body = self._inbox.message()
         message = body[25:]
         kind = chr(message[0])
-        if kind == "B":
-            self._begin(message)
-        elif kind == "R":
-            self._relation(message)
-        elif kind == "T":
-            self._truncate(message)
-        elif kind not in "YO":
+        try:
+            if kind == "B":
+                self._begin(message)
+            elif kind == "R":
+                self._relation(message)
+            elif kind == "T":
+                self._truncate(message)
+        except (struct.error, IndexError, UnicodeDecodeError) as error:
+            raise self._damaged() from error
+        if kind not in "BRTYO":
             raise DataRejected(f"the change stream has a message {kind!r} that is not known")
 
     def _begin(self, message: bytes) -> None:
@@ -367,6 +370,17 @@ class WalReader:
             detail=f"{known}. {found} The server was restored from an older copy, or was promoted "
             "before it had everything: the lake may hold rows that the server never had.",
             hint=COPY_ANEW,
+        )
+
+    def _damaged(self) -> DataRejected:
+        """The error for a message that is shorter than what it says it holds."""
+        at = int(self._state[State.COMMIT_LSN])
+        return DataRejected(
+            "a message of the change stream is damaged",
+            detail="The transaction that it lies in, or follows, is committed at "
+            f"{at >> 32:X}/{at & 0xFFFF_FFFF:X}.",
+            hint="Nothing of it was committed. Start again; if it stays so, something between "
+            "icestream and PostgreSQL changes the stream.",
         )
 
     def _refuse_end(self) -> None:

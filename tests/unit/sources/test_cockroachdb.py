@@ -34,7 +34,7 @@ from icestream.errors import (
     SourceUnavailable,
 )
 from icestream.frontier import START, Frontier
-from icestream.samples import FeedFolder, file_time
+from icestream.samples import FeedFolder
 from icestream.schema import SchemaGap
 from icestream.sources.cockroachdb import CockroachdbOptions
 from icestream.sources.cockroachdb import files as feed_files
@@ -46,6 +46,7 @@ from icestream.sources.cockroachdb.files import (
 )
 from icestream.sources.cockroachdb.hlc import (
     after,
+    file_time,
     format_hlc,
     parse_file_time,
     parse_hlc,
@@ -197,7 +198,8 @@ def test_a_data_file_tells_its_table_by_its_name(name, topic, format, compressio
     "name",
     [
         f"{STEM[:33]}.RESOLVED",
-        f"{STEM}-t-1.csv",
+        f"{STEM}-t-1.part",
+        f"{STEM}-t-1.tmp",
         f"{STEM}-t-1.ndjson.part",
         f".{STEM}-t-1.ndjson",
         "README",
@@ -227,7 +229,7 @@ def test_each_marker_ends_an_epoch_with_exactly_its_rows(tmp_path):
         for epoch in (first, second)
     ]
     assert keys == [[1, 1], [2, 3]]
-    assert first.upper == after(at(10))
+    assert resolved_of(first.upper) == at(10)
     assert feed_source.position(second.upper) == hlc(20)
 
 
@@ -249,7 +251,8 @@ def test_a_later_marker_is_found_by_the_next_look(tmp_path):
     (first,) = feed_source.available(START)
     writer.resolved(at(20))
     writer.resolved((at(20)[0], 5))
-    assert list(feed_source.available(first)) == [after(at(20)), after((at(20)[0], 5))]
+    found = feed_source.available(first)
+    assert [resolved_of(upper) for upper in found] == [at(20), (at(20)[0], 5)]
 
 
 def test_an_empty_folder_has_nothing(tmp_path):
@@ -527,7 +530,7 @@ def bucket(monkeypatch) -> Bucket:
 
 def put(bucket: Bucket, seconds: float, number: int, *rows: str) -> str:
     """A data file appears in the bucket."""
-    path = f"feed/{file_time(at(seconds))}-56087568dba1e6b8-1-72-{number:08x}-t-1.ndjson"
+    path = f"feed/{file_time(at(seconds))}-56087568dba1e6b8-1-72-{number - 1:08x}-t-1.ndjson"
     bucket.objects[path] = "".join(f"{row}\n" for row in rows).encode()
     return path
 
@@ -591,6 +594,206 @@ def test_a_file_that_is_gone_when_it_is_read_is_history_lost(bucket):
     with pytest.raises(HistoryLost, match="of the changefeed is gone") as caught:
         read(split)
     assert path in caught.value.message
+
+
+# What was removed
+
+
+def fed(folder: Path, *, rounds: int, start: int = 0) -> FeedFolder:
+    """A folder with a file and a marker for each round, ten seconds apart."""
+    writer = feed(folder)
+    for number in range(start, start + rounds):
+        more(writer, number)
+    return writer
+
+
+def more(writer: FeedFolder, number: int) -> tuple[Path, Path]:
+    """One more round: its file and its marker."""
+    row = wrapped(number, 10 * number + 5, name=f"row {number}")
+    return writer.data("t", [row], at(10 * number)), writer.resolved(at(10 * number + 10))
+
+
+def committed(folder: Path) -> Frontier:
+    """The frontier of the last resolved timestamp that a run over the folder would commit, as the
+    summary of a snapshot has it."""
+    text = json.dumps(source(folder).available(START)[-1].to_json())
+    return Frontier.from_json(json.loads(text))
+
+
+def refused(feed_source: CockroachdbFiles, lower: Frontier) -> HistoryLost:
+    with pytest.raises(HistoryLost, match=r"were removed from .* before they were read") as caught:
+        feed_source.available(lower)
+    return caught.value
+
+
+@pytest.mark.parametrize("running", [True, False])
+def test_removed_files_and_markers_are_history_lost(tmp_path, running):
+    """Mend b6, C8: R1 is committed, R1 and R2 are removed, R3 is there: R2 is not passed over."""
+    writer = fed(tmp_path, rounds=1)
+    feed_source = source(tmp_path)
+    (lower,) = feed_source.available(START)
+    old = list(tmp_path.rglob("*-t-1.ndjson")) + list(tmp_path.rglob("*.RESOLVED"))
+    for path in (*old, *more(writer, 1)):
+        path.unlink()
+    more(writer, 2)
+    error = refused(feed_source if running else source(tmp_path), lower)
+    assert f"{file_time(at(10))}.RESOLVED" in (error.detail or "")
+    assert f"accept_lost_after: {hlc(10)}" in (error.hint or "")
+
+
+def test_a_removed_file_is_missed_although_all_markers_are_there(tmp_path):
+    """Mend b6: numbers of a writer leave none out."""
+    writer = fed(tmp_path, rounds=2)
+    lower = committed(tmp_path)
+    gone, _ = more(writer, 2)
+    more(writer, 3)
+    gone.unlink()
+    error = refused(source(tmp_path), lower)
+    assert "File 00000002, of the writer of " in (error.detail or "")
+
+
+def test_a_removed_file_is_missed_even_when_none_of_its_writer_followed(tmp_path):
+    """Mend b6: what was in the folder at a commit, and may be needed, is remembered by number."""
+    fed(tmp_path, rounds=1)
+    early = feed(tmp_path / "other")
+    row = wrapped(7, 15, name="later than its marker")
+    path = early.data("t", [row], at(1))
+    path = path.rename(next(tmp_path.glob("2*")) / path.name.replace("-1-72-", "-2-73-"))
+    lower = committed(tmp_path)
+    path.unlink()
+    feed(tmp_path).resolved(at(20))
+    assert "File 00000000" in (refused(source(tmp_path), lower).detail or "")
+
+
+def test_a_new_writer_begins_at_its_first_file(tmp_path):
+    """Mend b6: a changefeed that was started again counts anew, and its first files count too."""
+    fed(tmp_path, rounds=2)
+    lower = committed(tmp_path)
+    other = feed(tmp_path / "other")
+    files = [more(other, number)[0] for number in (2, 3)]
+    day = next(tmp_path.glob("2*"))
+    moved = [path.rename(day / path.name.replace("-1-72-", "-1-73-")) for path in files]
+    feed(tmp_path).resolved(at(40))
+    assert [resolved_of(u) for u in source(tmp_path).available(lower)] == [at(30), at(40)]
+    moved[0].unlink()
+    assert "File 00000000" in (refused(source(tmp_path), lower).detail or "")
+
+
+def test_a_first_run_wants_the_folder_from_its_beginning(tmp_path):
+    """Mend b6: a table that began in the middle would lack rows without a word."""
+    fed(tmp_path, rounds=3)
+    min(tmp_path.rglob("*-t-1.ndjson")).unlink()
+    assert "accept_lost_after: start" in (refused(source(tmp_path), START).hint or "")
+    accepting = source(tmp_path, accept_lost_after="start")
+    assert len(accepting.available(START)) == 3
+
+
+def test_what_was_read_may_go_once_a_later_timestamp_is_committed(tmp_path):
+    """Mend b6: the rule for retention that the guide gives."""
+    writer = fed(tmp_path, rounds=2)
+    feed_source = source(tmp_path)
+    lower = START
+    for number in range(2, 6):
+        (*_, upper) = feed_source.available(lower)
+        for split in feed_source.splits(Epoch(number=number, lower=lower, upper=upper)):
+            read(split)
+            feed_source.learn(split.learned())
+        lower = upper
+        more(writer, number)
+    # The last commit is that of 50; 40 is the one before it.
+    for path in [*tmp_path.rglob("*.ndjson"), *tmp_path.rglob("*.RESOLVED")]:
+        named = parse_file_time(path.name)
+        if named < at(40):
+            path.unlink()
+    assert resolved_of(lower) == at(50)
+    assert [resolved_of(u) for u in source(tmp_path).available(lower)] == [at(60)]
+
+
+def test_an_accepted_loss_holds_for_its_place_alone(tmp_path):
+    """Mend b6: the way out that the hint names."""
+    writer = fed(tmp_path, rounds=1)
+    lower = committed(tmp_path)
+    min(tmp_path.rglob("*.RESOLVED")).unlink()
+    more(writer, 1)
+    accepting = source(tmp_path, accept_lost_after=hlc(10))
+    (upper,) = accepting.available(lower)
+    min(tmp_path.rglob("*.RESOLVED")).unlink()
+    more(writer, 2)
+    refused(accepting, upper)
+
+
+def test_a_removed_marker_loses_nothing_while_nothing_follows(tmp_path):
+    """Mend b6: an idle folder is not complained about; only a step over a gap is."""
+    fed(tmp_path, rounds=1)
+    lower = committed(tmp_path)
+    min(tmp_path.rglob("*.RESOLVED")).unlink()
+    (tmp_path / f"{file_time(at(5))}.RESOLVED").write_text("{}")
+    assert list(source(tmp_path).available(lower)) == []
+
+
+def test_frontiers_of_an_earlier_version_are_taken(tmp_path):
+    """Mend b6: they remember no numbers; the marker counts, and numbers that are left out."""
+    writer = fed(tmp_path, rounds=2)
+    min(tmp_path.rglob("*-t-1.ndjson")).unlink()
+    gone, _ = more(writer, 2)
+    assert [resolved_of(u) for u in source(tmp_path).available(after(at(20)))] == [at(30)]
+    more(writer, 3)
+    gone.unlink()
+    refused(source(tmp_path), after(at(20)))
+
+
+def test_a_name_that_comes_while_others_are_listed_is_not_missed(bucket):
+    """Mend b6: pages of a listing may show a file and hide the one before it."""
+    put(bucket, 0, 1, wrapped(1, 1, name="a"))
+    put_marker(bucket, 10)
+    (lower,) = source("bucket://feed").available(START)
+    put(bucket, 10, 3, wrapped(3, 13, name="c"))
+    put_marker(bucket, 20)
+    feed_source = source("bucket://feed")
+    feed_source.tables()
+    bucket.after_listing = [lambda: put(bucket, 10, 2, wrapped(2, 12, name="b")) and None]
+    assert [resolved_of(u) for u in feed_source.available(lower)] == [at(20)]
+
+
+# What cannot be read
+
+
+@pytest.mark.parametrize("ending", ["csv", "csv.gz", "avro"])
+def test_files_of_other_formats_are_refused(tmp_path, ending):
+    """Mend b7: a file of the feed is read or refused, never passed over."""
+    writer = fed(tmp_path, rounds=1)
+    name = writer.data_name("t", at(11), 1, f".{ending}")
+    next(tmp_path.glob("2*")).joinpath(name).write_text("1,a\n")
+    with pytest.raises(ConfigInvalid, match=f"have the format {ending[:3]}") as caught:
+        source(tmp_path).tables()
+    assert "format=json or format=parquet" in (caught.value.hint or "")
+    assert list(source(tmp_path, tables=["other"]).tables()) == []
+
+
+def test_column_families_are_refused_before_anything_is_made(tmp_path):
+    """Mend b7: one error, at once, whose ways out work."""
+    writer = fed(tmp_path, rounds=1)
+    one = {"after": {"id": 1, "a": 2}, "key": [1], "updated": hlc(15)}
+    writer.data("f+one", [json.dumps(one)], at(10))
+    two = {"after": {"b": 3}, "key": [1], "updated": hlc(15)}
+    writer.data("f+two", [json.dumps(two)], at(10))
+    writer.resolved(at(20))
+    with pytest.raises(ConfigInvalid, match="splits table f into column families") as caught:
+        source(tmp_path).tables()
+    assert "`source.cockroachdb.tables`" in (caught.value.hint or "")
+    assert list(source(tmp_path, tables=["t"]).tables()) == ["t"]
+    named = source(tmp_path, tables=["t", "f+two"], keys={"f+two": ["id"]})
+    assert list(named.tables()) == ["f+two", "t"]
+    (_, epoch) = epochs(named)
+    (split,) = named.splits(epoch)
+    shape = named.shape("f+two")
+    assert shape is not None
+    assert [column.name for column in shape.columns] == ["b", "id"]
+    schema = Schema(
+        NestedField(1, "b", LongType(), required=False),
+        NestedField(2, "id", LongType(), required=True),
+    )
+    assert [(row["id"], row["b"]) for row in read(split, schema)] == [(1, 3)]
 
 
 # Rows

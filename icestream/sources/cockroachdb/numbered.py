@@ -1,0 +1,123 @@
+"""What a folder of changefeed files must still hold, told by the numbers in the files' names.
+
+A changefeed has one writer or more: a sink of a node in a session of its job. Each writer numbers
+its files 0, 1, 2 ... over all tables, and uploads them in this order; a writer that fails is
+followed by another one, which begins at 0 again. So a number that is missing below one that is
+there was removed, and so was one that was there before.
+
+With each resolved timestamp R the frontier remembers, beside R, which numbers of which writers may
+still be needed after it: `folder: (wall, logical, since, writer, low, next, writer, low ...)`.
+Files `low` to `next - 1` were there when R was, and may hold rows later than R. All writers with a
+file named `since` or later are named, so that one which is not named is new and begins at 0.
+"""
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import numpy as np
+
+from icestream.frontier import Frontier, Position
+
+FOLDER = "folder"
+_UNKNOWN = 2**62
+Needed = Mapping[int, tuple[int, int]]
+"""By writer: the first number that is needed, and the one behind the last."""
+
+
+@lru_cache(maxsize=4096)
+def writer_of(uniquer: str) -> int:
+    """A number that stands for a writer: what its files' names have in common."""
+    return int.from_bytes(hashlib.sha256(uniquer.encode()).digest()[:6], "big")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Numbered:
+    """A file's number and writer, when it was begun, and how far its rows reach as is known."""
+
+    writer: int
+    number: int
+    at: Position
+    last: int = _UNKNOWN
+
+
+@dataclass(slots=True)
+class Numbers:
+    """The numbers that a folder has, by writer, and the newest time in the names of each."""
+
+    found: dict[int, set[int]] = field(default_factory=dict)
+    newest: dict[int, int] = field(default_factory=dict)
+
+    def add(self, writer: int, number: int, at: Position) -> None:
+        """Take in a file's name."""
+        self.found.setdefault(writer, set()).add(number)
+        self.newest[writer] = max(self.newest.get(writer, 0), at[0])
+
+    def first_gone(self, needed: Needed) -> tuple[int, int] | None:
+        """A writer and the first number of it that is needed and not there; None when all are."""
+        for writer, (low, end) in sorted(needed.items()):
+            there = np.array(sorted(n for n in self.found.get(writer, ()) if low <= n < end))
+            if len(there) == end - low:
+                continue
+            moved = np.flatnonzero(there != low + np.arange(len(there)))
+            return writer, low + int(moved[0] if len(moved) else len(there))
+        return None
+
+    def needed(self, lower: Frontier) -> Needed:
+        """What must be there for one who goes on after a frontier; see the module.
+
+        A frontier that remembers nothing was made by an earlier version: only numbers between
+        those that are there can be missed.
+        """
+        known = lower[FOLDER]
+        if not known and lower.positions:
+            return {writer: (min(have), max(have) + 1) for writer, have in self.found.items()}
+        since = known[2] if known else 0
+        parts = known[3:]
+        remembered = {
+            parts[n]: (parts[n + 1], parts[n + 2]) for n in range(0, len(parts) - len(parts) % 3, 3)
+        }
+        needed = dict(remembered)
+        for writer, have in self.found.items():
+            low, end = remembered.get(writer, (0, 0))
+            if writer in remembered or self.newest[writer] >= since:
+                needed[writer] = (low, max(end, max(have) + 1))
+        return needed
+
+
+def remembered(
+    boundaries: Sequence[Position],
+    files: Iterable[Numbered],
+    lower: Frontier,
+    since: Sequence[int],
+) -> list[Position]:
+    """The positions of `FOLDER` for ascending resolved timestamps, from the files that are there.
+
+    `since` is, for each, how old files are at most that may matter after it.
+    """
+    known = lower[FOLDER][3:]
+    lows = dict(zip(known[::3], known[1::3], strict=False))
+    ordered = sorted(files, key=lambda file: -file.last)
+    begun: dict[int, Position] = {}
+    newest: dict[int, int] = {}
+    ends: dict[int, int] = {}
+    for file in ordered:
+        begun[file.writer] = min(begun.get(file.writer, file.at), file.at)
+        newest[file.writer] = max(newest.get(file.writer, 0), file.at[0])
+        ends[file.writer] = max(ends.get(file.writer, 0), file.number + 1)
+    needed: dict[int, int] = {}
+    place, found = 0, []
+    # From the last boundary to the first more and more files reach past it.
+    for resolved, oldest in zip(reversed(boundaries), reversed(since), strict=True):
+        while place < len(ordered) and ordered[place].last > resolved[0]:
+            file = ordered[place]
+            needed[file.writer] = min(needed.get(file.writer, file.number), file.number)
+            place += 1
+        position = [resolved[0], resolved[1] + 1, oldest]
+        for writer in sorted(ends):
+            low = max(needed.get(writer, ends[writer]), lows.get(writer, 0))
+            if begun[writer] <= resolved and (low < ends[writer] or newest[writer] >= oldest):
+                position += [writer, low, ends[writer]]
+        found.append(tuple(position))
+    return found[::-1]
