@@ -378,7 +378,8 @@ def open_sink(config: PipelineConfig, spark: SparkSession) -> IcebergSink | Open
     if isinstance(config.sink, OpenSearchOptions):
         return OpenSearchSink(config.sink, config.name)
     catalog = open_catalog(config.sink.catalog, spark)
-    return IcebergSink(catalog, config.sink, config.name, partial(sessions.stored_rows, spark))
+    read_rows = partial(sessions.stored_rows, spark, bytes_max=config.sink.lookup_bytes_max)
+    return IcebergSink(catalog, config.sink, config.name, read_rows)
 
 
 def open_source(config: PipelineConfig, spark: SparkSession) -> Source:
@@ -454,7 +455,8 @@ def open_pipeline(config: PipelineConfig, spark: SparkSession) -> Pipeline:
     cadence = config.cadence
     if cadence.heartbeat_interval is None and isinstance(config.source, PostgresOptions):
         cadence = dataclasses.replace(cadence, heartbeat_interval=SLOT_HEARTBEAT_SECONDS)
-    if cadence.heartbeat_interval is None and isinstance(config.source, CockroachdbOptions):
+    feed = isinstance(config.source, CockroachdbOptions) and config.source.kafka is not None
+    if cadence.heartbeat_interval is None and feed:
         cadence = dataclasses.replace(cadence, heartbeat_interval=RESOLVED_HEARTBEAT_SECONDS)
     if isinstance(config.source, IcebergSourceOptions):
         # One after the other: what a document becomes must never depend on which epoch is faster.

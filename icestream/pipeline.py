@@ -146,7 +146,7 @@ class Cadence:
         metadata={
             "doc": "Longest time that a frontier without changes stays unpublished; 0 is never. "
             "By default PT5M for PostgreSQL, whose slot could not move on otherwise, PT1H for "
-            "changefeeds, whose topics and folders fill while nothing changes, else 0.",
+            "changefeeds over Kafka, whose topics fill while nothing changes, else 0.",
             "unit": "duration",
         },
     )

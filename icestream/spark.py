@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import reduce
-from operator import and_
+from operator import add, and_
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +29,27 @@ from pyspark.errors import (
 from pyspark.logger import PySparkLogger
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql.classic.column import Column as ClassicColumn
-from pyspark.sql.functions import broadcast, col, expr
-from pyspark.sql.types import StructField, StructType
+from pyspark.sql.functions import (
+    broadcast,
+    coalesce,
+    col,
+    count,
+    expr,
+    lit,
+    octet_length,
+    struct,
+    to_json,
+)
+from pyspark.sql.functions import sum as sum_of
+from pyspark.sql.types import BinaryType, StringType, StructField, StructType
 
 from icestream.errors import DataRejected, TargetUnavailable
 from icestream.java import cache_folder, jars, java_home, write_atomically
+
+# Rows that are looked up pass through the coordinator and the closures of tasks: so many bytes of
+# them at most, and fewer rows than this are not measured before.
+LOOKED_UP_BYTES_MAX = 256 * 1024 * 1024
+MEASURED_ROWS_MIN = 64
 
 log = logging.getLogger(__name__)
 
@@ -239,11 +255,17 @@ def _collected(rows: DataFrame) -> list[Row]:
 
 
 def stored_rows(
-    spark: SparkSession, staged: str, keys: pa.Table, columns: Sequence[str]
+    spark: SparkSession,
+    staged: str,
+    keys: pa.Table,
+    columns: Sequence[str],
+    bytes_max: int = LOOKED_UP_BYTES_MAX,
 ) -> pa.Table:
     """The rows staged under a name whose key is one of `keys`: the key's columns, then `columns`.
 
     Iceberg's reader applies all deletes. The keys go to every task instead of the rows to the keys.
+    Rows come into the coordinator's memory, so many of them are measured before: `DataRejected`
+    when they are larger than `bytes_max`.
     """
     spark.sparkContext.setLocalProperty("spark.job.description", "stored rows")
     names = list(dict.fromkeys([*keys.column_names, *columns]))
@@ -258,13 +280,38 @@ def stored_rows(
         )
         wanted = spark.createDataFrame(keys.rename_columns(kinds.names), kinds)
         same = [rows[name].eqNullSafe(wanted[f"k{n}"]) for n, name in enumerate(keys.column_names)]
-        return rows.join(broadcast(wanted), reduce(and_, same), "left_semi").toArrow()
+        found = rows.join(broadcast(wanted), reduce(and_, same), "left_semi")
+        if keys.num_rows >= MEASURED_ROWS_MIN:
+            _refuse_larger(found, bytes_max)
+        return found.toArrow()
     except PySparkException as error:
         raise TargetUnavailable(
             "could not read the stored rows of a table",
             detail=_first_python_line(str(error)),
             hint="Look at the Spark log; the epoch will be tried again.",
         ) from error
+
+
+def _refuse_larger(rows: DataFrame, bytes_max: int) -> None:
+    """Raise unless the rows fit into so many bytes; only their sizes leave the workers."""
+    sizes = [
+        octet_length(rows[field.name])
+        if isinstance(field.dataType, StringType | BinaryType)
+        else octet_length(to_json(struct(rows[field.name])))
+        for field in rows.schema.fields
+    ]
+    size = reduce(add, [coalesce(each, lit(0)) for each in sizes])
+    found = rows.agg(count("*"), sum_of(size)).collect()[0]
+    if (found[1] or 0) > bytes_max:
+        raise DataRejected(
+            "the changes of an epoch leave out more values than can be looked up at once",
+            detail=f"{found[0]} rows of the table would bring {found[1]} bytes into the "
+            f"coordinator's memory; {bytes_max} are allowed.",
+            hint="Nothing of the epoch was committed. Give the coordinator memory and raise "
+            "`sink.iceberg.lookup_bytes_max`; or set a smaller `epoch_bytes_max`, if the epoch "
+            "has many transactions. REPLICA IDENTITY FULL at the source has later changes send "
+            "all values.",
+        )
 
 
 def staged_rows(

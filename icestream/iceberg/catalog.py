@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from py4j.protocol import Py4JError, Py4JJavaError, Py4JNetworkError
+from pyiceberg.types import IcebergType, PrimitiveType
 
 from icestream import failpoints
 from icestream.epoch import Progress, batch_id
@@ -542,6 +543,10 @@ class Table:
         with self._readable():
             return str(self._jvm.org.apache.iceberg.SchemaParser.toJson(self._table.schema()))
 
+    def schema_id(self) -> int:
+        """The number of the schema, which rises with every change; 0 as the table was made."""
+        return int(self._table.schema().schemaId())
+
     def identifier_columns(self) -> list[str]:
         """The names of the identifier fields."""
         with self._readable():
@@ -571,6 +576,49 @@ class Table:
             hint="Find out who changes the table.",
         )
 
+    def never_held_rows(self) -> bool:
+        """Whether no snapshot that the table knows has a file."""
+        held = ("total-data-files", "total-delete-files")
+        summaries = [_dictionary(each.summary()) for each in self.fresh_metadata().snapshots()]
+        return not any(int(each.get(name, 0)) for each in summaries for name in held)
+
+    def shape_anew(self, columns: Sequence[Column]) -> list[str]:
+        """Give columns that have other types the ones given; for a table that never held rows.
+
+        Returns their names. A column is dropped and added again under its name, which is no safe
+        change where there are rows. One that is part of the identifier leaves it for a moment.
+        """
+        with as_unavailable(f"could not change the schema of table {self.name}"):
+            self._table.refresh()
+            schema = schema_from_json(self.schema_json())
+            known = {field.name: field for field in schema.fields}
+            other = [
+                Column(name=c.name, type=c.type, required=known[c.name].required)
+                for c in columns
+                if c.name in known and _other_type(known[c.name].field_type, c.type)
+            ]
+            if not other:
+                return []
+            identifier = self.identifier_columns()
+            names = [column.name for column in other]
+            kept = [name for name in identifier if name not in names]
+            self._commit_schema(self._retyped(other, kept))
+            if kept != identifier:
+                update = self._table.updateSchema()
+                self._commit_schema(update.setIdentifierFields(_list(self._jvm, identifier)))
+            return names
+
+    def _retyped(self, columns: Sequence[Column], identifier: Sequence[str]) -> Any:
+        parser = self._jvm.org.apache.iceberg.SchemaParser
+        update = self._table.updateSchema().allowIncompatibleChanges()
+        update = update.setIdentifierFields(_list(self._jvm, identifier))
+        for column in columns:
+            alone = parser.fromJson(column_schema(column).model_dump_json())
+            add = update.addRequiredColumn if column.required else update.addColumn
+            update.deleteColumn(column.name)
+            add(None, column.name, alone.columns()[0].type())
+        return update
+
     def remember(self, name: str, value: str) -> None:
         """Set a property of the table, unless it has the value already."""
         with as_unavailable(f"could not set a property of table {self.name}"):
@@ -590,9 +638,12 @@ class Table:
 
     def _take(self, steps: Sequence[Step]) -> None:
         """Commit the steps as one change of the schema, unless somebody else was faster."""
+        self._commit_schema(self._update_schema(steps))
+
+    def _commit_schema(self, update: Any) -> None:
         try:
             with _as_py4j():
-                self._update_schema(steps).commit()
+                update.commit()
         except Py4JJavaError as error:
             if "IllegalArgumentException" not in _class_names(error):
                 raise
@@ -1049,6 +1100,20 @@ def _call(term: str) -> tuple[str, list[Any]]:
             )
         return transform, [parts[1], int(parts[0])]
     return transform, parts
+
+
+def _other_type(found: IcebergType, wanted: IcebergType) -> bool:
+    """Whether two types differ; what lies inside of nested ones is told by ids, and passes."""
+    if isinstance(found, PrimitiveType) or isinstance(wanted, PrimitiveType):
+        return found != wanted
+    return type(found) is not type(wanted)
+
+
+def _list(jvm: Any, texts: Sequence[str]) -> Any:
+    found = jvm.java.util.ArrayList()
+    for text in texts:
+        found.add(text)
+    return found
 
 
 def _strings(jvm: Any, parts: Sequence[str]) -> Any:

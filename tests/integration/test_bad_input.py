@@ -243,3 +243,39 @@ def test_a_type_that_does_not_fit_the_table_stops_and_a_mended_table_goes_on(
     local.sql(f"ALTER TABLE {local.table('shop.orders')} DROP COLUMN amount")
     assert shell.run(pipelines).code == 0
     assert_equal(local, "shop.orders", feed)
+
+
+def test_a_table_without_an_epoch_takes_the_types_that_are_declared_later(
+    shell: Shell, local: Lake, embedded: dict[str, str], tmp_path: Path
+) -> None:
+    """Mend c7, I10: what was refused left an empty table behind; its key changes as well."""
+    feed = RandomFeed.create(tmp_path / "feed", 26)
+    feed.epoch(20)
+    declared = {"columns": {"orders": {"id": "string", "amount": "date"}}}
+    answer = shell.run(document(feed.folder.path, embedded, source=declared))
+    assert_refused(answer, OPERATOR, "column amount", "date")
+    assert local.epochs("shop.orders") == []
+    pipelines = document(feed.folder.path, embedded)
+    assert shell.run(pipelines).code == 0
+    assert_equal(local, "shop.orders", feed)
+    # From its first epoch on a table stays as it is.
+    feed.epoch(20)
+    declared = {"columns": {"orders": {"amount": "string"}}}
+    assert shell.run(document(feed.folder.path, embedded, source=declared)).code == 0
+    assert_equal(local, "shop.orders", feed)
+
+
+def test_a_table_that_its_owner_changed_is_not_shaped_anew(
+    shell: Shell, local: Lake, embedded: dict[str, str], tmp_path: Path
+) -> None:
+    """Mend c7, I10: the other way out, changing the column, is not undone by the next run."""
+    feed = RandomFeed.create(tmp_path / "feed", 27)
+    feed.epoch(20)
+    declared = {"columns": {"orders": {"amount": "date"}}}
+    pipelines = document(feed.folder.path, embedded, source=declared)
+    assert_refused(shell.run(pipelines), OPERATOR, "column amount", "date")
+    table = local.table("shop.orders")
+    local.sql(f"ALTER TABLE {table} DROP COLUMN amount")
+    local.sql(f"ALTER TABLE {table} ADD COLUMN amount BIGINT")
+    assert shell.run(pipelines).code == 0
+    assert_equal(local, "shop.orders", feed)

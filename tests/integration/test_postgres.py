@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from icestream import failpoints
-from icestream.errors import SchemaRejected
+from icestream.errors import DataRejected, SchemaRejected
 from icestream.failpoints import FailpointError
 from icestream.sources.postgres import PostgresSource
 from icestream.sources.postgres.framing import State
@@ -640,6 +640,25 @@ def test_copy_and_stream_are_transformed(world: World):
     world.sql("truncate person", "insert into person values (1, 'again', 'eu', null, 'x', 5)")
     world.run(["public.person"], **told)
     compare()
+
+
+def test_values_left_out_are_measured_before_they_are_looked_up(world: World):
+    """Mend d4, P8: what would not fit into the coordinator's memory is refused, with a way out."""
+    world.sql(
+        "create table page (id int primary key, n int, doc text)",
+        "alter table page alter column doc set storage external",
+        "insert into page select g, 1, repeat('x', 4000) from generate_series(1, 100) g",
+    )
+    small, large = ({"lookup_bytes_max": size} for size in (300_000, 500_000))
+    world.run(["public.page"])
+    world.sql("update page set n = 2")
+    with pytest.raises(DataRejected, match="more values than can be looked up at once") as caught:
+        world.run(["public.page"], sink=small)
+    assert "100 rows of the table would bring 40" in str(caught.value.detail)
+    assert "lookup_bytes_max" in str(caught.value.hint)
+    assert world.lake_rows("page", "sum(n)") == [(100,)]
+    world.run(["public.page"], sink=large)
+    world.assert_equal("page", "id, n, doc")
 
 
 def test_a_value_that_was_not_sent_and_is_stored_masked_stops_the_pipeline(world: World):

@@ -268,6 +268,18 @@ def test_table_dropped_and_created_anew_while_it_is_followed(world: World):
             wait_until(lambda: following.error is not None, 60, "the pipeline stops")
 
 
+def test_a_column_may_be_declared_once_its_values_were_refused(world: World, shell: Shell):
+    """Mend c7, P8: the table was made by then, empty; the guide's way goes on from there."""
+    world.sql(
+        "create table price (id int primary key, v numeric(10, 2))",
+        "insert into price values (1, 1.50), (2, 'NaN')",
+    )
+    tables = ["public.price"]
+    refused(world, shell, OPERATOR, "column v", tables=tables)
+    world.run(tables, columns={"public.price": {"v": "string"}})
+    assert world.lake_rows("price", "id, v") == [(1, "1.50"), (2, "NaN")]
+
+
 def test_connections_that_are_cut_are_made_again(world: World):
     """P6 P4: the walsender, and every other session of the pipeline, is ended by someone."""
     one_table(world)

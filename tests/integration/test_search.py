@@ -476,10 +476,6 @@ def index_made_anew(search: Search) -> None:
 @pytest.mark.parametrize(
     ("harm", "said"),
     [
-        (expired, ("has been expired", "loaded anew")),
-        (rolled_back, ("was rolled back", "Roll the branch forward again", "loaded anew")),
-        (made_anew, ("was dropped and created anew", "loaded anew")),
-        (replaced, ("was rolled back", "loaded anew")),
         (index_deleted, (f"index {TABLE} is gone", "Restore the index", f"document {PIPELINE}")),
         (index_made_anew, (f"index {TABLE} has been made anew", f"document {PIPELINE}")),
     ],

@@ -358,6 +358,15 @@ class MemoryTable:
     def schema_json(self) -> str:
         return self._current.schema_json
 
+    def schema_id(self) -> int:
+        return 0
+
+    def never_held_rows(self) -> bool:
+        return not any(snapshot.paths for snapshot in self._current.snapshots.values())
+
+    def shape_anew(self, columns: Sequence[Column]) -> list[str]:
+        return []
+
     def identifier_columns(self) -> list[str]:
         schema: dict[str, Any] = json.loads(self._current.schema_json)
         ids = schema.get("identifier-field-ids", [])

@@ -92,7 +92,7 @@ def test_a_whole_stream_is_walked():
     "message", [*MESSAGES, b""], ids="begin insert update delete commit none".split()
 )
 def test_a_short_message_of_the_stream_is_damaged(message):
-    """Mend d2: fields beyond a message's end are not read, whatever follows it."""
+    """Mend d2, K3: fields beyond a message's end are not read, whatever follows it."""
     for size in range(len(message) or 1):
         used, stop, state, *_ = agreed(partial(walked, wal_data(message[:size])))
         assert (used, stop) == (0, Stop.DAMAGED)
@@ -100,7 +100,7 @@ def test_a_short_message_of_the_stream_is_damaged(message):
 
 
 def test_what_is_neither_data_nor_a_keep_alive_is_damaged():
-    """Mend d2: a message without the header of the stream is not read as one that has it."""
+    """Mend d2, K3: a message without the header of the stream is not read as one that has it."""
     for size in range(len(KEEP_ALIVE)):
         assert agreed(partial(walked, copy_data(KEEP_ALIVE[:size])))[:2] == (0, Stop.DAMAGED)
     for kind in b"BCIUDx":
@@ -113,7 +113,7 @@ def test_what_is_neither_data_nor_a_keep_alive_is_damaged():
 @MANY
 @given(st.sampled_from(MESSAGES).flatmap(damaged), st.sampled_from(MESSAGES))
 def test_a_damaged_stream_is_walked_within_its_bytes(message, before):
-    """Mend d2: whatever a message says of its own lengths."""
+    """Mend d2, K3: whatever a message says of its own lengths."""
     content = wal_data(before) + wal_data(message)
     agreed(partial(walked, content))
     agreed(partial(walked, content[:-3]))
@@ -153,7 +153,7 @@ RECORD = encoded(
 @MANY
 @given(damaged(RECORD))
 def test_a_damaged_avro_record_is_read_within_its_bytes(record):
-    """Mend d2: counts and lengths that reach beyond the record."""
+    """Mend d2, K3: counts and lengths that reach beyond the record."""
 
     def read(around: int) -> Any:
         field, rejected = avro.decode(between(record, around), json.dumps(SCHEMA))
@@ -166,7 +166,7 @@ def test_a_damaged_avro_record_is_read_within_its_bytes(record):
 @settings(max_examples=100, deadline=None)
 @given(WIRE.flatmap(damaged))
 def test_a_damaged_protobuf_message_is_read_within_its_bytes(record):
-    """Mend d2: lengths, groups and tags that reach beyond the message."""
+    """Mend d2, K3: lengths, groups and tags that reach beyond the message."""
 
     def read(around: int) -> Any:
         field, rejected = protobuf.decode(between(record, around), PROTO3)
@@ -179,7 +179,7 @@ def test_a_damaged_protobuf_message_is_read_within_its_bytes(record):
 @MANY
 @given(damaged(b'{"a": [1, -2.5e3, "\\u00e4\\\\"], "b": {"c": null}, "d": tru}'))
 def test_damaged_json_is_read_within_its_bytes(record):
-    """Mend d2: strings, numbers and words that are cut short."""
+    """Mend d2, K3: strings, numbers and words that are cut short."""
 
     def read(around: int) -> Any:
         cells, rejected = values(between(record, around))
@@ -195,7 +195,7 @@ def test_damaged_json_is_read_within_its_bytes(record):
 @MANY
 @given(damaged(b"AQIDBAUGBwgJCg=="))
 def test_damaged_base64_is_read_within_its_bytes(record):
-    """Mend d2: texts without their padding."""
+    """Mend d2, K3: texts without their padding."""
 
     def read(around: int) -> Any:
         try:
@@ -208,7 +208,7 @@ def test_damaged_base64_is_read_within_its_bytes(record):
 
 @pytest.mark.parametrize("scale", [SCALE_MAX + 1, SCALE_MIN - 1, 2**31 - 1, -(2**31)])
 def test_an_impossible_scale_is_refused(scale):
-    """Mend d2: no database has such a number."""
+    """Mend d2, K3: no database has such a number."""
     with pytest.raises(ValueError, match="impossible scale"):
         decimal_texts(pa.array([b"\1"], pa.binary()), np.array([scale], np.int32))
 
@@ -225,7 +225,7 @@ def test_the_largest_scales_are_exact(scale):
 
 
 def test_decimals_that_become_too_large_together_are_refused_before_memory_is_taken():
-    """Mend d2: 0.8 MB of short numbers with large scales took 2.2 GB, and positions wrapped."""
+    """Mend d2, K3: 0.8 MB of short numbers with large scales took 2.2 GB, and positions wrapped."""
     count = TEXT_BYTES_MAX // SCALE_MAX + 1
     many = pa.array([b"\1"] * count, pa.binary())
     with pytest.raises(ValueError, match="too many digits together"):

@@ -96,6 +96,8 @@ COMMITS_IN_PARALLEL = 8
 LISTINGS_MAX = 10
 # The key in the source's order: identifier fields are a set and forget it.
 KEY_PROPERTY = "icestream.key"
+# The schema that icestream itself gave a table last, before its first epoch; 0 if there is none.
+SCHEMA_PROPERTY = "icestream.schema-id"
 # Every commit writes a metadata file that lists all snapshots; without these they pile up.
 DELETES_METADATA = "write.metadata.delete-after-commit.enabled"
 _NEW_TABLE_PROPERTIES = {
@@ -179,6 +181,14 @@ class IcebergSinkOptions:
     )
     route: RouteOptions | None = field(
         default=None, metadata={"doc": "Which table a record of a Kafka topic belongs to."}
+    )
+    lookup_bytes_max: int = field(
+        default=256 * 1024 * 1024,
+        metadata={
+            "doc": "Bytes of a table's rows that are looked up for one epoch at most, for values "
+            "that its changes leave out; they pass through the coordinator's memory.",
+            "unit": "bytes",
+        },
     )
     atomic: bool = field(
         default=False,
@@ -344,6 +354,7 @@ class IcebergSink:
             return False
         if state.key is None:
             self._warn_of_deleted_metadata(state.handle)
+            self._shape_anew(table, state, shape)
             state.key = self._key(table, state.handle, shape)
             if NAME_MAPPING in state.handle.properties() and (known := shape()):
                 state.meet(known.columns)
@@ -360,8 +371,10 @@ class IcebergSink:
     def evolve(self, table: str, columns: Sequence[Column]) -> None:
         """Let the table take these columns of the source; see `Sink.evolve`."""
         state = self._states[table]
-        before = state.source_names()
+        before, own = state.source_names(), self._own_schema(state)
         if state.handle.evolve(columns, state.key or ()):
+            if own:
+                self._note_schema(state)
             log.info("columns %s evolved", [c.name for c in columns], extra={"table": table})
             state.renames = 0
         state.meet(columns)
@@ -708,6 +721,35 @@ class IcebergSink:
             location=options.location or None,
         )
         return self._catalog.create(self.table_name(table), new)
+
+    def _shape_anew(
+        self, table: str, state: _TableState, shape: Callable[[], TableShape | None]
+    ) -> None:
+        """Let a table that an earlier run made, and that never took an epoch, have new types.
+
+        Its operator has declared columns since, because their values were refused.
+        """
+        if not self._own_schema(state) or not state.handle.never_held_rows():
+            return
+        known = shape()
+        columns = new_schema(known).fields if known else ()
+        changed = state.handle.shape_anew([Column(name=c.name, type=c.field_type) for c in columns])
+        if changed:
+            self._note_schema(state)
+            log.info("columns %s have new types", changed, extra={"table": table})
+
+    def _own_schema(self, state: _TableState) -> bool:
+        """Whether a table that never took an epoch still has the schema that icestream gave it.
+
+        What others have changed is as they want it.
+        """
+        properties = state.handle.properties()
+        if state.progress.epoch or KEY_PROPERTY not in properties:
+            return False
+        return state.handle.schema_id() == int(properties.get(SCHEMA_PROPERTY, 0))
+
+    def _note_schema(self, state: _TableState) -> None:
+        state.handle.remember(SCHEMA_PROPERTY, str(state.handle.schema_id()))
 
     def _key(
         self, table: str, handle: Table, shape: Callable[[], TableShape | None]

@@ -106,6 +106,9 @@ FROM_THE_START = "start"
 # A feed that restarts from its checkpoint may name files somewhat earlier than the last marker.
 # An hour of files is looked at again after a restart; rows decide what is new in them.
 REWIND_SECONDS = 3600
+# A frontier without changes is published after so much of the feed's time: the marker that the lake
+# stands at must not grow so old that a lifecycle rule takes it.
+PUBLISHED_SECONDS = 3600
 # Compressed rows take about this many times their size once read.
 _COMPRESSION_RATIO = 6
 _SAMPLE_BYTES = 4 * 1024 * 1024
@@ -355,7 +358,7 @@ class IndexTask:
 class CockroachdbFiles(Changefeed):
     """The source over a folder of changefeed files; see the module and `Source`.
 
-    The files are the feed's and stay, so nothing is acknowledged or given up. What they hold of a
+    The files are the feed's and stay, so nothing is given up. What they hold of a
     table that is new to the lake is found by `has_history`, and a truncation is told row by row.
     """
 
@@ -373,6 +376,7 @@ class CockroachdbFiles(Changefeed):
         self._spans: dict[str, tuple[Position, Position]] = {}
         self._shapes: dict[str, TableShape] = {}
         self._samples: dict[str, Sequence[FeedFile]] = {}
+        self._published: Position | None = None
         self._filesystem, self._folder = filesystem(options.files, options.storage)
 
     def tables(self) -> Sequence[str]:
@@ -406,6 +410,8 @@ class CockroachdbFiles(Changefeed):
     def available(self, lower: Frontier) -> Sequence[Frontier]:
         """One boundary for each resolved timestamp after `lower`, thinned by `resolved_every`."""
         start = lower[RESOLVED]
+        if self._published is None and start:
+            self._published = start
         listing = self._list(start)
         markers = listing.markers
         if markers - self._markers:
@@ -427,6 +433,15 @@ class CockroachdbFiles(Changefeed):
         if len(boundaries) > 1:
             self._index_unknown()
         return self._frontiers(boundaries, lower)
+
+    def milestone(self, epoch: Epoch) -> bool:
+        """Whether so much time of the feed has passed that an idle frontier is published."""
+        before, now = self._published, epoch.upper[RESOLVED]
+        return before is not None and now[0] - before[0] >= PUBLISHED_SECONDS * 10**9
+
+    def ack(self, durable: Frontier) -> None:
+        """Note what the lake stands at; the files are the feed's and stay."""
+        self._published = durable[RESOLVED]
 
     def splits(self, epoch: Epoch) -> Sequence[FileSplit]:
         """The files that hold rows of the epoch, or may, in splits of one table each."""

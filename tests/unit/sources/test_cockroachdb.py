@@ -642,7 +642,7 @@ def test_removed_files_and_markers_are_history_lost(tmp_path, running):
 
 
 def test_a_removed_file_is_missed_although_all_markers_are_there(tmp_path):
-    """Mend b6: numbers of a writer leave none out."""
+    """Mend b6, C8: numbers of a writer leave none out."""
     writer = fed(tmp_path, rounds=2)
     lower = committed(tmp_path)
     gone, _ = more(writer, 2)
@@ -653,7 +653,7 @@ def test_a_removed_file_is_missed_although_all_markers_are_there(tmp_path):
 
 
 def test_a_removed_file_is_missed_even_when_none_of_its_writer_followed(tmp_path):
-    """Mend b6: what was in the folder at a commit, and may be needed, is remembered by number."""
+    """Mend b6, C8: what the folder had at a commit, and may be needed, is known by number."""
     fed(tmp_path, rounds=1)
     early = feed(tmp_path / "other")
     row = wrapped(7, 15, name="later than its marker")
@@ -666,7 +666,7 @@ def test_a_removed_file_is_missed_even_when_none_of_its_writer_followed(tmp_path
 
 
 def test_a_new_writer_begins_at_its_first_file(tmp_path):
-    """Mend b6: a changefeed that was started again counts anew, and its first files count too."""
+    """Mend b6, C8: a changefeed that was started again counts anew, from its first file on."""
     fed(tmp_path, rounds=2)
     lower = committed(tmp_path)
     other = feed(tmp_path / "other")
@@ -680,7 +680,7 @@ def test_a_new_writer_begins_at_its_first_file(tmp_path):
 
 
 def test_a_first_run_wants_the_folder_from_its_beginning(tmp_path):
-    """Mend b6: a table that began in the middle would lack rows without a word."""
+    """Mend b6, C8: a table that began in the middle would lack rows without a word."""
     fed(tmp_path, rounds=3)
     min(tmp_path.rglob("*-t-1.ndjson")).unlink()
     assert "accept_lost_after: start" in (refused(source(tmp_path), START).hint or "")
@@ -689,7 +689,7 @@ def test_a_first_run_wants_the_folder_from_its_beginning(tmp_path):
 
 
 def test_what_was_read_may_go_once_a_later_timestamp_is_committed(tmp_path):
-    """Mend b6: the rule for retention that the guide gives."""
+    """Mend b6, C8: the rule for retention that the guide gives."""
     writer = fed(tmp_path, rounds=2)
     feed_source = source(tmp_path)
     lower = START
@@ -710,7 +710,7 @@ def test_what_was_read_may_go_once_a_later_timestamp_is_committed(tmp_path):
 
 
 def test_an_accepted_loss_holds_for_its_place_alone(tmp_path):
-    """Mend b6: the way out that the hint names."""
+    """Mend b6, C8: the way out that the hint names."""
     writer = fed(tmp_path, rounds=1)
     lower = committed(tmp_path)
     min(tmp_path.rglob("*.RESOLVED")).unlink()
@@ -723,7 +723,7 @@ def test_an_accepted_loss_holds_for_its_place_alone(tmp_path):
 
 
 def test_a_removed_marker_loses_nothing_while_nothing_follows(tmp_path):
-    """Mend b6: an idle folder is not complained about; only a step over a gap is."""
+    """Mend b6, C8: an idle folder is not complained about; only a step over a gap is."""
     fed(tmp_path, rounds=1)
     lower = committed(tmp_path)
     min(tmp_path.rglob("*.RESOLVED")).unlink()
@@ -731,8 +731,21 @@ def test_a_removed_marker_loses_nothing_while_nothing_follows(tmp_path):
     assert list(source(tmp_path).available(lower)) == []
 
 
+def test_an_idle_frontier_is_published_once_an_hour_of_the_feed(tmp_path):
+    """Mend b6, C8: the marker that the lake stands at does not grow old, also in single runs."""
+    fed(tmp_path, rounds=1)
+    lower = committed(tmp_path)
+    for minutes in (30, 59, 61, 90):
+        feed(tmp_path).resolved(at(10 + 60 * minutes))
+    feed_source = source(tmp_path)
+    found = epochs(feed_source, lower)
+    assert [feed_source.milestone(epoch) for epoch in found] == [False, False, True, True]
+    feed_source.ack(found[2].upper)
+    assert not feed_source.milestone(found[3])
+
+
 def test_frontiers_of_an_earlier_version_are_taken(tmp_path):
-    """Mend b6: they remember no numbers; the marker counts, and numbers that are left out."""
+    """Mend b6, C8: they remember no numbers; the marker counts, and numbers that are left out."""
     writer = fed(tmp_path, rounds=2)
     min(tmp_path.rglob("*-t-1.ndjson")).unlink()
     gone, _ = more(writer, 2)
@@ -743,7 +756,7 @@ def test_frontiers_of_an_earlier_version_are_taken(tmp_path):
 
 
 def test_a_name_that_comes_while_others_are_listed_is_not_missed(bucket):
-    """Mend b6: pages of a listing may show a file and hide the one before it."""
+    """Mend b6, C8: pages of a listing may show a file and hide the one before it."""
     put(bucket, 0, 1, wrapped(1, 1, name="a"))
     put_marker(bucket, 10)
     (lower,) = source("bucket://feed").available(START)
@@ -760,7 +773,7 @@ def test_a_name_that_comes_while_others_are_listed_is_not_missed(bucket):
 
 @pytest.mark.parametrize("ending", ["csv", "csv.gz", "avro"])
 def test_files_of_other_formats_are_refused(tmp_path, ending):
-    """Mend b7: a file of the feed is read or refused, never passed over."""
+    """Mend b7, C1: a file of the feed is read or refused, never passed over."""
     writer = fed(tmp_path, rounds=1)
     name = writer.data_name("t", at(11), 1, f".{ending}")
     next(tmp_path.glob("2*")).joinpath(name).write_text("1,a\n")
@@ -771,7 +784,7 @@ def test_files_of_other_formats_are_refused(tmp_path, ending):
 
 
 def test_column_families_are_refused_before_anything_is_made(tmp_path):
-    """Mend b7: one error, at once, whose ways out work."""
+    """Mend b7, C1: one error, at once, whose ways out work."""
     writer = fed(tmp_path, rounds=1)
     one = {"after": {"id": 1, "a": 2}, "key": [1], "updated": hlc(15)}
     writer.data("f+one", [json.dumps(one)], at(10))
