@@ -146,7 +146,7 @@ class Bench:
             batch = self._tiny(number)
             reports = list(writer.write("many", "00000", batch))
             started = time.perf_counter()
-            sink.commit(Written(epoch=epoch, reports=reports, skipped=0, writer=writer, labels={}))
+            sink.commit(Written(epoch=epoch, reports=reports, writer=writer, labels={}))
             seconds.append(time.perf_counter() - started)
             lower = upper
             if number in (count // 10, count):
@@ -209,9 +209,7 @@ class Bench:
             splits = [ParquetSplit(table="ours", path=str(path)) for path in parts[number]]
             writer = sink.writer(epoch, ["ours"])
             outcome = write_epoch(self.spark, splits, writer, True, "bench")
-            written = Written(
-                epoch=epoch, reports=outcome.reports, skipped=0, writer=writer, labels={}
-            )
+            written = Written(epoch=epoch, reports=outcome.reports, writer=writer, labels={})
             sink.commit(written)
 
         return repeat(work, WARM_UPS, REPETITIONS)
@@ -240,7 +238,7 @@ class Bench:
         epoch = Epoch(number=1, lower=Frontier(), upper=Frontier({"resolved": (1, 0)}))
         writer = sink.writer(epoch, [name])
         reports = list(writer.write(name, "00000", whole))
-        sink.commit(Written(epoch=epoch, reports=reports, skipped=0, writer=writer, labels={}))
+        sink.commit(Written(epoch=epoch, reports=reports, writer=writer, labels={}))
 
     def change(self, name: str, count: int, rows_there: int) -> None:
         """Commit a second epoch of changes to a table that was loaded: deletes by value."""
@@ -251,7 +249,7 @@ class Bench:
         epoch = Epoch(number=2, lower=lower, upper=upper)
         writer = sink.writer(epoch, [name])
         reports = list(writer.write(name, "00000", changes(count, rows_there, 1)))
-        sink.commit(Written(epoch=epoch, reports=reports, skipped=0, writer=writer, labels={}))
+        sink.commit(Written(epoch=epoch, reports=reports, writer=writer, labels={}))
 
     def _table_rows(self) -> pa.Table:
         return rows(np.arange(self.table_rows, dtype=np.int64), 99)

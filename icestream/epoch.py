@@ -3,7 +3,7 @@
 import json
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
 
 from icestream.errors import ProgressLost, check
@@ -12,6 +12,11 @@ from icestream.frontier import START, Frontier
 # Any fixed namespace serves; this one was drawn once and must never change, or a restart would
 # not recognise what an earlier version published.
 _BATCH_NAMESPACE = uuid.UUID("6d2f0b4e-8f5a-5d0b-9a53-3c1d5e0f7a11")
+# A part of a table's identity is enough to tell the tables of one pipeline apart.
+_ID_DIGITS = 8
+# Every snapshot of an epoch names the epoch's tables. With more of them only their number is kept,
+# so that summaries stay small.
+MEMBERS_MAX = 80
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,10 +36,13 @@ class Epoch:
 class Progress:
     """What a table says is durable; written in the same commit as the data it describes.
 
-    `tables` counts the tables that take part in the epoch, so that a restart can tell an epoch that
-    all of them carry from one that was cut short. Epoch 0 means that no epoch was committed yet.
+    `tables` counts the tables that take part in the epoch and `members` has their ids, so that a
+    restart can tell an epoch that all of them carry from one that was cut short, and a table that
+    lacks the epoch from one that was dropped since. `members` is empty in what older versions
+    wrote, and for very many tables. Epoch 0 means that no epoch was committed yet.
     `replaying` marks a table whose own frontier counts and not the pipeline's: it was rolled back
-    and its operator asked for a replay.
+    and its operator asked for a replay. `table_id` is the id of the table that the progress was
+    read from; it is not a part of what the table remembers.
     """
 
     pipeline: str
@@ -44,6 +52,18 @@ class Progress:
     upper: Frontier = START
     tables: int = 0
     replaying: bool = False
+    members: frozenset[str] = frozenset()
+    table_id: str = field(default="", compare=False)
+
+    def same_epoch(self, other: "Progress") -> bool:
+        """Whether both speak of one epoch, whatever they say of its tables."""
+        mine, others = (self.epoch, self.lower, self.upper), (other.epoch, other.lower, other.upper)
+        return mine == others
+
+
+def table_id(table_uuid: str) -> str:
+    """The id of a table among those of its pipeline; one that is made anew has another id."""
+    return table_uuid.replace("-", "")[:_ID_DIGITS]
 
 
 def batch_id(pipeline: str, table: str, upper: Frontier) -> str:
@@ -58,7 +78,9 @@ class Resume:
 
     `number` is the highest epoch in use and `at` the frontier up to which all tables are complete.
     `unfinished` is an epoch that only its `carriers` have: it is minted again with the same bounds
-    for the others. `replays` are tables that lie behind because they were rolled back.
+    for the others. `tables` is the number of its tables and `lacking` has the names of those that
+    need it; None when only their number is known. `replays` are tables that lie behind because they
+    were rolled back.
     """
 
     number: int
@@ -66,6 +88,7 @@ class Resume:
     unfinished: Epoch | None
     carriers: frozenset[str]
     tables: int
+    lacking: frozenset[str] | None
     replays: Mapping[str, Progress]
 
 
@@ -73,22 +96,32 @@ def resume_point(progress: Mapping[str, Progress]) -> Resume:
     """Derive from what the tables remember where to go on.
 
     Epoch n starts to be committed only when every table of n-1 has committed, so all before the
-    highest epoch found is complete. That one is complete when as many tables carry it as took part;
-    whether a table that was rolled back did, nobody knows, and its replay brings the epoch anyway.
+    highest epoch found is complete. That one is complete when all tables that took part and are
+    still there carry it, or as many as took part when only their number is known. A table that was
+    dropped since needs no epoch: it is built anew as a whole. Tables of an epoch are made before
+    its first commit, so one that is not there was dropped. Carriers that say different things
+    of its tables show that the epoch was cut short while it was written a second time.
+    Whether a table that was rolled back took part, nobody knows, and its replay brings the epoch.
     The smallest frontier over the tables would be wrong: it asks the source for history that it
     has rightly forgotten, because of a table that was merely idle.
     """
     started = [mine for mine in progress.values() if mine.epoch]
     if not started:
         return Resume(
-            number=0, at=START, unfinished=None, carriers=frozenset(), tables=0, replays={}
+            number=0,
+            at=START,
+            unfinished=None,
+            carriers=frozenset(),
+            tables=0,
+            lacking=None,
+            replays={},
         )
     last = reduce(_further, started)
     carriers = {name: mine for name, mine in progress.items() if mine.epoch == last.epoch}
-    if any(
-        (m.lower, m.upper, m.tables) != (last.lower, last.upper, last.tables)
-        for m in carriers.values()
-    ):
+    ids = {mine.table_id for mine in carriers.values()}
+    counted = any(ids <= mine.members for mine in carriers.values())
+    counted = counted or len({mine.tables for mine in carriers.values()}) == 1
+    if not counted or not all(mine.same_epoch(last) for mine in carriers.values()):
         raise ProgressLost(
             f"the tables of pipeline {last.pipeline} do not agree about epoch {last.epoch}",
             detail=f"Tables: {', '.join(sorted(carriers))}.",
@@ -96,7 +129,7 @@ def resume_point(progress: Mapping[str, Progress]) -> Resume:
         )
     replaying = {name: mine for name, mine in progress.items() if mine.replaying}
     behind = {name: m for name, m in replaying.items() if not m.upper.covers(last.upper)}
-    complete = len(carriers) >= last.tables
+    complete, lacking = _completeness(progress, carriers)
     epoch = Epoch(number=last.epoch, lower=last.lower, upper=last.upper)
     return Resume(
         number=max(mine.epoch for mine in started),
@@ -104,9 +137,23 @@ def resume_point(progress: Mapping[str, Progress]) -> Resume:
         unfinished=None if complete else epoch,
         # What a replay has brought past the epoch must not get it once more.
         carriers=frozenset({*carriers, *replaying} - {*behind}),
-        tables=last.tables,
+        tables=min(mine.tables for mine in carriers.values()),
+        lacking=lacking,
         replays=behind,
     )
+
+
+def _completeness(
+    progress: Mapping[str, Progress], carriers: Mapping[str, Progress]
+) -> tuple[bool, frozenset[str] | None]:
+    """Whether all tables of an epoch carry it, and which lack it for sure, if that is known."""
+    agreed = len({(mine.tables, mine.members) for mine in carriers.values()}) == 1
+    if not all(mine.members for mine in carriers.values()):
+        return agreed and all(len(carriers) >= m.tables for m in carriers.values()), None
+    needed = frozenset.intersection(*(mine.members for mine in carriers.values()))
+    there = {name for name, mine in progress.items() if mine.table_id in needed}
+    lacking = frozenset(there - carriers.keys())
+    return agreed and not lacking, lacking
 
 
 def _further(one: Progress, other: Progress) -> Progress:

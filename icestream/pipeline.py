@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 
 import pyarrow as pa
 
-from icestream import failpoints, metrics
+from icestream import dead_letters, failpoints, metrics
 from icestream.epoch import Epoch, Progress, Resume, resume_point
 from icestream.errors import (
     CommitUnknown,
@@ -178,6 +178,7 @@ class Pipeline:
         self._settled = threading.Condition()
         self._settled_number = 0
         self._pending: deque[Frontier] = deque()
+        self._rebuilt: frozenset[str] = frozenset()
         age = metrics.EPOCH_AGE_SECONDS.labels(name)
         age.set_function(lambda: time.monotonic() - self._durable_at)
 
@@ -231,13 +232,13 @@ class Pipeline:
         for letters in self._source.letters(self._durable, table, as_is):
             epoch = self._mint(self._durable, letters.after(self._durable))
             splits = self._retry(partial(self._source.splits, epoch))
-            self._settle(epoch, splits, self._write(epoch, splits, 0))
+            self._settle(epoch, splits, self._write(epoch, splits))
 
     def _found(self) -> Mapping[str, Progress]:
         """What the tables that are there remember; the source is told of them."""
         tables = self._source.tables()
         before = self._retry(partial(self._sink.durable, tables))
-        self._source.unclaimed(unclaimed(tables, before))
+        self._rebuilt = frozenset(self._source.unclaimed(unclaimed(tables, before)))
         self._source.found(before.keys())
         return before
 
@@ -274,36 +275,50 @@ class Pipeline:
         """Bring an epoch that only some tables carry to the others, with the same bounds.
 
         Tables in `behind` lack more than this epoch: they get it in its turn, by their replay.
+        Tables that the source builds anew get it with all the rest.
         """
         epoch = resume.unfinished
         if epoch is None:
             return
         self._retry(lambda: self._source.available(epoch.lower))
-        others = {*resume.carriers, *behind}
-        parts = self._source.splits(epoch)
+        others = {*resume.carriers, *behind, *self._rebuilt}
+        parts = self._retry(partial(self._source.splits, epoch))
         splits = [s for s in parts if not s.tables or not others.issuperset(s.tables)]
         # What carries the epoch is looked up as it was before; what lies behind has not come there.
         write = partial(
             self._write,
             epoch,
             splits,
-            len(resume.carriers),
             takes_part=_all_but(others),
-            looked_up=_all_but(behind),
+            looked_up=_all_but({*behind, *self._rebuilt}),
         )
         written = write()
-        missing = resume.tables - len(resume.carriers)
         found = {str(json.loads(report)["table"]) for report in written.reports} | written.emptied
-        if len(found) + len(behind) < missing:
+        self._refuse_loss(resume, epoch, found, {*behind, *self._rebuilt})
+        # Without files, too: the tables of an epoch must agree about which ones they are.
+        self._commit(epoch, written, write)
+        self._durable = epoch.upper
+
+    def _refuse_loss(
+        self, resume: Resume, epoch: Epoch, found: Collection[str], excused: Collection[str]
+    ) -> None:
+        """Raise `HistoryLost` when the source no longer has changes for tables that lack them.
+
+        Whether a record is a dead letter depends on its table, which may have changed meanwhile:
+        letters may have become rows, and rows letters.
+        """
+        missing = resume.tables - len(resume.carriers)
+        lost = missing - len(found) - len(excused)
+        if resume.lacking is not None:
+            owners = {table.removesuffix(dead_letters.SUFFIX) for table in found}
+            lacking = resume.lacking - owners - {*found, *excused}
+            lost = sum(not table.endswith(dead_letters.SUFFIX) for table in lacking)
+        if lost > 0:
             raise HistoryLost(
                 f"the source no longer has all of epoch {epoch.number}",
                 detail=f"{missing} tables lack it and the source has changes for {len(found)}.",
                 hint="Restore what was removed from the source, or build these tables anew.",
             )
-        if found:
-            # The tables of an epoch must agree about how many they are.
-            self._commit(epoch, replace(written, skipped=resume.tables - len(found)), write)
-        self._durable = epoch.upper
 
     def _without_history(self, progress: Mapping[str, Progress]) -> dict[str, Progress]:
         """Tables of the source that never took an epoch although the pipeline is past the start.
@@ -329,11 +344,11 @@ class Pipeline:
                 bounds.extend(upper for upper in ahead if self._durable.covers(upper))
             upper = bounds.popleft() if bounds else self._durable
             epoch = self._mint(lower, upper)
-            parts = self._source.splits(epoch)
+            parts = self._retry(partial(self._source.splits, epoch))
             splits = [s for s in parts if not s.tables or table in s.tables]
             last = upper == self._durable
             own = table.__eq__
-            write = partial(self._write, epoch, splits, 0, takes_part=own, looked_up=own)
+            write = partial(self._write, epoch, splits, takes_part=own, looked_up=own)
             written = replace(write(), replaying=not last)
             if written.reports or written.emptied:
                 self._commit(epoch, written, write)
@@ -354,7 +369,7 @@ class Pipeline:
                             break
                         epoch = self._mint(lower, upper)
                         splits = self._retry(partial(self._source.splits, epoch))
-                        future = pool.submit(self._write, epoch, splits, 0)
+                        future = pool.submit(self._write, epoch, splits)
                         in_flight.append((epoch, splits, future))
                         lower = upper
                     if in_flight:
@@ -427,7 +442,7 @@ class Pipeline:
     def _settle(self, epoch: Epoch, splits: Sequence[Part], written: Written) -> None:
         """Make an epoch that was written durable, and tell the source."""
         if written.reports or written.emptied:
-            self._commit(epoch, written, partial(self._write, epoch, splits, written.skipped))
+            self._commit(epoch, written, partial(self._write, epoch, splits))
         elif not self._heartbeat(epoch):
             self._mark_settled(epoch)
             return
@@ -465,7 +480,6 @@ class Pipeline:
         self,
         epoch: Epoch,
         splits: Sequence[Part],
-        skipped: int,
         takes_part: Callable[[str], bool] = lambda _: True,
         looked_up: Callable[[str], bool] = lambda _: True,
     ) -> Written:
@@ -502,7 +516,6 @@ class Pipeline:
             return Written(
                 epoch=epoch,
                 reports=[r for r in outcome.reports if takes_part(str(json.loads(r)["table"]))],
-                skipped=skipped,
                 writer=writer,
                 labels=self._source.summary(epoch),
                 emptied=emptied & set(tables),
@@ -567,7 +580,7 @@ class Pipeline:
                 log.info("writing again: %s changed", stale, extra={"epoch": epoch.number})
                 # A table that took the epoch already is found to carry it, and keeps it as it is.
                 again = write()
-                written = replace(again, skipped=written.skipped, replaying=written.replaying)
+                written = replace(again, replaying=written.replaying)
         position = self._source.position(epoch.upper)
         self.health.committed(epoch.number, position, results)
         log.info(
@@ -618,8 +631,20 @@ def _of_many(part: Part) -> bool:
 
 
 def unclaimed(tables: Iterable[str], progress: Mapping[str, Progress]) -> list[str]:
-    """Tables that bear no generation: they were never this pipeline's, whatever others remember."""
-    return [name for name in tables if name not in progress or not progress[name].generation]
+    """Tables that hold nothing of what other tables say is durable.
+
+    They were never this pipeline's, or were dropped. One that has taken no epoch was made anew and
+    never filled, unless it is one of those that the last epoch has yet to be brought to.
+    """
+    half_committed = resume_point(progress).unfinished is not None
+
+    def owned(table: str) -> bool:
+        mine = progress.get(table)
+        if mine is None:
+            return False
+        return bool(mine.epoch or mine.replaying or (half_committed and mine.generation))
+
+    return [name for name in tables if not owned(name)]
 
 
 def _all_but(tables: Collection[str]) -> Callable[[str], bool]:

@@ -36,6 +36,7 @@ FRONTIER = "icestream.frontier"
 BOUNDS = "icestream.bounds"
 BOUNDS_PROPERTY = "icestream.bounds-property"
 EPOCH_TABLES = "icestream.epoch-tables"
+EPOCH_MEMBERS = "icestream.epoch-members"
 VALID_THROUGH = "icestream.valid-through"
 DATA_FILES = "icestream.data-files"
 DELETE_FILES = "icestream.delete-files"
@@ -47,7 +48,7 @@ _HASH_SUFFIX = "-sha256"
 _FILE_KEYS = tuple(key + end for key in (LOWER, FRONTIER) for end in (_FILE_SUFFIX, _HASH_SUFFIX))
 KEYS = (
     *(PIPELINE, GENERATION, EPOCH, BATCH_ID, LOWER, FRONTIER, BOUNDS, BOUNDS_PROPERTY),
-    *(EPOCH_TABLES, REPLAYING, *_FILE_KEYS),
+    *(EPOCH_TABLES, EPOCH_MEMBERS, REPLAYING, *_FILE_KEYS),
 )
 
 # What both frontiers may take in a summary, as a metadata file shows them. With everything else
@@ -95,6 +96,8 @@ def to_entries(progress: Progress) -> Entries:
         EPOCH_TABLES: str(progress.tables),
         **bounds.summary,
     }
+    if progress.members:
+        entries[EPOCH_MEMBERS] = " ".join(sorted(progress.members))
     if progress.replaying:
         entries[REPLAYING] = "true"
     return Entries(summary=entries, properties=bounds.properties)
@@ -116,6 +119,7 @@ def from_summary(
         upper=upper,
         tables=int(summary[EPOCH_TABLES]),
         replaying=summary.get(REPLAYING) == "true",
+        members=frozenset(summary.get(EPOCH_MEMBERS, "").split()),
     )
 
 

@@ -55,15 +55,14 @@ class Committed:
 class Written:
     """An epoch whose files are written and that waits for its commit.
 
-    `skipped` counts the tables that carry the epoch already; `labels` are the source's own entries
-    for the summaries; `replaying` says that more epochs follow which only these tables lack.
+    `labels` are the source's own entries for the summaries; `replaying` says that more epochs
+    follow which only these tables lack.
     `emptied` names tables whose rows all go before the epoch's files are added; they commit even
     without files, and count among the epoch's tables.
     """
 
     epoch: Epoch
     reports: Sequence[str]
-    skipped: int
     writer: Writer | None
     labels: Mapping[str, str]
     replaying: bool = False
@@ -121,6 +120,8 @@ class Sink(Protocol):
     def commit(self, written: Written) -> Sequence[Committed]:
         """Make the epoch durable in every table with reports or emptied, each with its progress.
 
+        A table that carries the epoch already keeps it as it is. When this returns, all tables
+        that carry the epoch say the same of which ones they are.
         Raises `Fenced`, `ProgressLost`, `StaleWrite` when the files no longer fit a table, and
         `CommitUnknown` when even reading back does not tell what happened.
         """

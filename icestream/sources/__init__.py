@@ -296,12 +296,14 @@ class Source(Protocol):
         """Tables whose older rows all go in this epoch; its splits hold only what came after."""
         return frozenset()
 
-    def unclaimed(self, tables: Sequence[str]) -> None:
-        """Told at the start: the pipeline has never owned these tables at the destination.
+    def unclaimed(self, tables: Sequence[str]) -> Collection[str]:
+        """Told at the start: the destination has nothing of these tables.
 
         They are new, or someone dropped them: what was said to be durable of them is not there.
+        Returns those that the source will bring as a whole, from their beginning on. An epoch that
+        only some tables carry is not finished in these.
         """
-        return None
+        return ()
 
     def found(self, tables: Collection[str]) -> None:
         """Told at the start which tables of the pipeline the destination has."""

@@ -74,7 +74,6 @@ class HandFed:
         return Written(
             epoch=epoch,
             reports=reports,
-            skipped=0,
             writer=writer,
             labels={},
             emptied=frozenset(emptied),

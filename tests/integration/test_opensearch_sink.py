@@ -143,7 +143,7 @@ def send(sink: OpenSearchSink, table: pa.Table, number: int = 1) -> list[str]:
 def commit(sink: OpenSearchSink, number: int, table: pa.Table | None = None) -> bool:
     """Write and commit an epoch; whether it was found published."""
     reports = send(sink, table if table is not None else changes(["a"], version=number), number)
-    written = Written(epoch=epoch(number), reports=reports, skipped=0, writer=None, labels={})
+    written = Written(epoch=epoch(number), reports=reports, writer=None, labels={})
     (committed,) = sink.commit(written)
     assert committed.table == TABLE
     return committed.duplicate
@@ -589,7 +589,7 @@ def test_a_conflict_with_ones_own_commit_is_a_success(node: OpenSearch, proxy: P
     """E3: the request was sent twice on its way, and the second copy is answered."""
     sink = started(proxy)
     reports = send(sink, changes(["a"]))
-    written = Written(epoch=epoch(1), reports=reports, skipped=0, writer=None, labels={})
+    written = Written(epoch=epoch(1), reports=reports, writer=None, labels={})
     twin = started_twin(node, sink)
     proxy.on("PUT", "_doc/pipe").call_before(lambda: twin.commit(written))
     (committed,) = sink.commit(written)

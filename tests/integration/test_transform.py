@@ -253,9 +253,7 @@ class Fed:
         outcome, again = write(), write()
         assert _digests(outcome.reports) == _digests(again.reports)
         assert outcome.learned == again.learned
-        self.sink.commit(
-            Written(epoch=epoch, reports=outcome.reports, skipped=0, writer=writer, labels={})
-        )
+        self.sink.commit(Written(epoch=epoch, reports=outcome.reports, writer=writer, labels={}))
         return outcome.rows
 
 

@@ -1,5 +1,7 @@
 """Where a pipeline goes on follows from what its tables remember, and from nothing else."""
 
+from dataclasses import replace
+
 import pytest
 
 from icestream.epoch import Epoch, Progress, Resume, batch_id, resume_point
@@ -105,6 +107,53 @@ def test_tables_that_disagree_about_an_epoch_stop_the_pipeline(other):
     with pytest.raises(ProgressLost, match="do not agree about epoch 7") as caught:
         resume_point({"a": carries(7, 10, 20, 2), "b": other})
     assert "a, b" in caught.value.detail
+
+
+def among(progress: Progress, me: str, *members: str) -> Progress:
+    """The progress of the table with this id, which names the epoch's tables."""
+    ids = frozenset(members)
+    return replace(progress, tables=len(ids) or progress.tables, members=ids, table_id=me)
+
+
+def test_a_table_that_was_dropped_since_does_not_lack_the_last_epoch():
+    """Mend c2: it is built anew, and the source may have forgotten the epoch."""
+    whole = carries(7, 10, 20, 2)
+    dropped = {"a": among(whole, "A", "A", "B"), "c": among(carries(6, 4, 10, 1), "C", "C")}
+    assert goes_on(resume_point(dropped)) == (7, at(20), None, {"a"}, set())
+    made_anew = {"a": among(whole, "A", "A", "B"), "b": replace(NOTHING, table_id="B2")}
+    assert goes_on(resume_point(made_anew)) == (7, at(20), None, {"a"}, set())
+
+
+def test_a_table_that_took_part_and_is_there_lacks_the_last_epoch():
+    """Mend c2, I14: what is really missing is still found, also beside a dropped table."""
+    progress = {
+        "a": among(carries(7, 10, 20, 3), "A", "A", "B", "C"),
+        "b": replace(NOTHING, table_id="B"),
+        "d": replace(NOTHING, table_id="D"),
+    }
+    resume = resume_point(progress)
+    again = Epoch(number=7, lower=at(10), upper=at(20))
+    assert goes_on(resume) == (7, at(10), again, {"a"}, set())
+    assert resume.lacking == {"b"}
+
+
+def test_an_epoch_whose_tables_were_being_recounted_is_unfinished():
+    """Mend c3: it was cut short in its second writing; the source was not told of it yet."""
+    whole = carries(7, 10, 20, 2)
+    progress = {"a": among(whole, "A", "A", "B", "C"), "b": among(whole, "B", "A", "B")}
+    progress["c"] = replace(NOTHING, table_id="C")
+    resume = resume_point(progress)
+    again = Epoch(number=7, lower=at(10), upper=at(20))
+    assert goes_on(resume) == (7, at(10), again, {"a", "b"}, set())
+    assert resume.lacking == set()
+
+
+def test_tables_that_do_not_count_each_other_stop_the_pipeline():
+    """E3: two pipelines of one name must not be mixed up."""
+    whole = carries(7, 10, 20, 2)
+    progress = {"a": among(whole, "A", "A"), "b": among(whole, "B", "B", "C")}
+    with pytest.raises(ProgressLost, match="do not agree about epoch 7"):
+        resume_point(progress)
 
 
 def test_a_table_that_was_rolled_back_is_replayed_up_to_the_others():

@@ -1,7 +1,7 @@
 """The loop orders mint, write, commit and ack, and goes on exactly where the tables are."""
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,11 +10,13 @@ import pytest
 from pyiceberg.types import LongType
 
 import icestream.pipeline
+from icestream import dead_letters
 from icestream.epoch import Epoch, Progress
 from icestream.errors import (
     ConfigInvalid,
     Fenced,
     HistoryLost,
+    IcestreamError,
     SourceUnavailable,
     TargetUnavailable,
 )
@@ -28,7 +30,7 @@ from icestream.schema import Column, SchemaGap, TableShape
 from icestream.sinks.iceberg import IcebergSink, IcebergSinkOptions
 from icestream.sources import Need, Source, TableSplit, ValuesNeeded
 from icestream.worker import Outcome, Unready
-from tests.property.memory import Lake, MemoryCatalog, Snapshot
+from tests.property.memory import Lake, MemoryCatalog, Snapshot, Wire
 
 SHAPE = TableShape(columns=[Column(name="id", type=LongType())], key=["id"])
 # Long enough for any machine; a test that waits for it has failed.
@@ -72,6 +74,8 @@ class LogSource(Source):
 
     def __init__(self, log: str, bounds: Sequence[int], notes: list[str]):
         self.log, self.bounds, self.notes = log, list(bounds), notes
+        self.called: dict[str, str] = {}
+        self.named = True
         self.troubles: list[Exception] = []
         self.forgotten = 0
         self.closed = 0
@@ -79,14 +83,14 @@ class LogSource(Source):
         self.on_empty: Callable[[], None] = lambda: None
 
     def tables(self) -> Sequence[str]:
-        return sorted(set(self.log) - {"."})
+        return sorted(self._tables_in(range(len(self.log))) - {"."}) if self.named else []
 
     def shape(self, table: str) -> TableShape | None:
-        return SHAPE
+        return dead_letters.SHAPE if table.endswith(dead_letters.SUFFIX) else SHAPE
 
     def has_history(self, table: str, before: Frontier) -> bool:
         upper = before["log"][0] if before["log"] else 0
-        return table in self.log[self.forgotten : upper]
+        return table in self._tables_in(range(self.forgotten, upper))
 
     def available(self, lower: Frontier) -> Sequence[Frontier]:
         if self.troubles:
@@ -103,10 +107,12 @@ class LogSource(Source):
         lower = epoch.lower["log"][0] if epoch.lower["log"] else 0
         span = range(lower, epoch.upper["log"][0])
         return [
-            LogSplit(table, tuple(at for at in span if self.log[at] == table))
-            for table in self.tables()
-            if any(self.log[at] == table for at in span)
+            LogSplit(table, tuple(at for at in span if table in self._tables_in([at])))
+            for table in sorted(self._tables_in(span) - {"."})
         ]
+
+    def _tables_in(self, span: Iterable[int]) -> set[str]:
+        return {self.called.get(self.log[at], self.log[at]) for at in span}
 
     def learn(self, learned: Any) -> None:
         self.notes.append(f"learn {learned}")
@@ -134,6 +140,7 @@ class Workers:
         self.files: dict[str, tuple[int, ...]] = {}
         self.troubles: list[Exception] = []
         self.needs: set[str] = set()
+        self.turned: Callable[[LogSplit], LogSplit | None] = lambda split: split
         self.before: Callable[[int], object] = lambda epoch: None
         self.after: Callable[[int], object] = lambda epoch: None
         self._notes = notes
@@ -148,7 +155,8 @@ class Workers:
                 if f'"{name}"' not in writer.schema_json(split.table):
                     column = Column(name=name, type=LongType())
                     raise Unready([SchemaGap(split.table, [column])])
-        reports = [self._report(split, writer) for split in splits]
+        turned = [kept for split in splits if (kept := self.turned(split))]
+        reports = [self._report(split, writer) for split in turned]
         self.after(writer.epoch)
         return Outcome(
             reports=reports,
@@ -325,6 +333,116 @@ def test_an_epoch_that_only_some_tables_carry_is_brought_to_the_others_alone():
     assert [number for number, _ in scene.epochs("b")] == [1, 2, 3]
     finished = [s for s in scene.history("b") if s.summary.get(summaries.EPOCH) == "2"]
     assert {s.summary[summaries.EPOCH_TABLES] for s in finished if s.paths} == {"2"}
+
+
+class Crash(BaseException):
+    """The process is gone."""
+
+
+class CrashingWire(Wire):
+    """The process ends when it sends a change of this kind."""
+
+    def __init__(self, at: str):
+        self._at = at
+
+    def send(self, request: Callable[[], Any], lost: type[IcestreamError], what: str) -> Any:
+        if what.startswith(self._at):
+            raise Crash
+        return request()
+
+
+class TwiceWritten(Scene):
+    """Epoch 1 is written twice, as its tables `stale` change after the first time.
+
+    What a writing brings are the tables named for it; `l` stands for the dead letters of `a`.
+    """
+
+    LETTERS = "a__dead_letters"
+
+    def __init__(self, first: str, second: str, stale: str):
+        super().__init__("abcl" + "abcl", [4])
+        self.source.called["l"] = self.LETTERS
+        # Tables are found by reading.
+        self.source.named = False
+        self.writings = 0
+        self.crash_at: str | None = None
+        names = [{self.source.called.get(t, t) for t in tables} for tables in (first, second)]
+
+        def changes(epoch: int) -> None:
+            if self.writings == 0:
+                for table in stale:
+                    self.lake.evolve(name(self.source.called.get(table, table)))
+            self.writings += 1
+
+        def turned(split: LogSplit) -> LogSplit | None:
+            return split if split.table in names[min(self.writings, 1)] else None
+
+        self.workers.after, self.workers.turned = changes, turned
+
+    def sink(self) -> IcebergSink:
+        wire = CrashingWire(self.crash_at) if self.crash_at else None
+        return IcebergSink(MemoryCatalog(self.lake, wire), IcebergSinkOptions(namespace="n"), "p")
+
+    def check(self, tables: str) -> None:
+        """Each of these has epoch 1 once, they agree about it, and a restart finds it whole."""
+        for short in tables:
+            assert self.positions(self.source.called.get(short, short)) == ["abcl".index(short)]
+        names = [self.source.called.get(short, short) for short in tables]
+        carried = [mine for mine in self.sink().durable(names).values() if mine.epoch]
+        assert {(mine.epoch, mine.tables) for mine in carried} == {(1, len(tables))}
+        assert len({mine.members for mine in carried}) == 1
+        self.source.bounds.append(8)
+        self.source.forgotten = 4
+        self.workers.turned = lambda split: split
+        self.run()
+        for short in tables:
+            at = "abcl".index(short)
+            assert self.positions(self.source.called.get(short, short)) == [at, at + 4]
+
+
+SECOND_WRITINGS = [
+    pytest.param("abc", "abc", "b", "abc", id="same"),
+    pytest.param("ab", "abc", "b", "abc", id="one-more"),
+    pytest.param("abl", "ab", "bl", "ab", id="vanished"),
+    pytest.param("al", "a", "l", "a", id="vanished-and-nothing-left"),
+    pytest.param("abl", "acb", "bl", "abc", id="another-instead"),
+]
+
+
+@pytest.mark.parametrize(("first", "second", "stale", "tables"), SECOND_WRITINGS)
+def test_a_second_writing_with_other_tables_doubles_nothing(first, second, stale, tables):
+    """Mend c3: tables that carry the epoch keep it, and all agree about which ones they are."""
+    scene = TwiceWritten(first, second, stale)
+    scene.run()
+    assert scene.writings == 2
+    scene.check(tables)
+
+
+@pytest.mark.parametrize(("first", "second", "stale", "tables"), SECOND_WRITINGS)
+@pytest.mark.parametrize("moment", ["second writing", "recount"])
+def test_a_crash_in_a_second_writing_with_other_tables_recovers(
+    first, second, stale, tables, moment
+):
+    """Mend c3: before anything of it is committed, and before the first tables are corrected."""
+    scene = TwiceWritten(first, second, stale)
+    if moment == "recount":
+        scene.crash_at = "claim 1 at epoch 1"
+    else:
+
+        def crash(epoch: int) -> None:
+            if scene.writings == 1 and "crashed" not in scene.notes:
+                scene.notes.append("crashed")
+                raise Crash
+
+        scene.workers.before = crash
+    if moment == "recount" and first == second:
+        scene.run()
+    else:
+        with pytest.raises(Crash):
+            scene.run()
+    scene.crash_at = None
+    scene.run()
+    scene.check(tables)
 
 
 @dataclass(frozen=True)

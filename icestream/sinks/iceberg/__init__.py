@@ -11,7 +11,7 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -28,7 +28,7 @@ from pyiceberg.types import (
 )
 
 from icestream import dead_letters, failpoints, metrics
-from icestream.epoch import Epoch, Progress, batch_id
+from icestream.epoch import MEMBERS_MAX, Epoch, Progress, batch_id, table_id
 from icestream.errors import (
     Broken,
     ConfigInvalid,
@@ -208,12 +208,16 @@ class _TableState:
     source's as far as they had to be asked, those that were met last at the end.
     """
 
-    __slots__ = ("certain", "columns", "handle", "key", "progress", "proven", "renames", "target")
+    __slots__ = (
+        *("certain", "columns", "committed", "handle", "key"),
+        *("progress", "proven", "renames", "target"),
+    )
 
     def __init__(self, handle: Table, progress: Progress, certain: bool = True):
         self.handle = handle
         self.progress = progress
         self.certain = certain
+        self.committed: Committed | None = None
         self.proven = False
         self.key: Sequence[str] | None = None
         self.target: WriteTarget | None = None
@@ -291,7 +295,8 @@ class IcebergSink:
         found = {}
         for table, (_, head) in self.heads(tables).items():
             refuse_rollback(head, table, self._pipeline)
-            found[table] = head.progress or Progress(pipeline=self._pipeline)
+            progress = head.progress or Progress(pipeline=self._pipeline)
+            found[table] = replace(progress, table_id=table_id(head.uuid))
         return found
 
     def claim(self, tables: Sequence[str]) -> Mapping[str, Progress]:
@@ -414,20 +419,24 @@ class IcebergSink:
         epoch = written.epoch
         files = collect(written.reports, epoch.number)
         files.update({table: files.get(table, []) for table in sorted(written.emptied)})
-        tables = written.skipped + len(files)
-        progress = summaries.progress_of(epoch, self._pipeline, self._generation, tables)
-        new = replace(progress, replaying=written.replaying)
+        carriers = self._carriers(epoch)
+        new = replace(self._progress_of(epoch, {*carriers, *files}), replaying=written.replaying)
         commits = {
-            table: self._commit(table, new, closed, written) for table, closed in files.items()
+            table: self._commit(table, new, closed, written)
+            for table, closed in files.items()
+            if table not in carriers
         }
         try:
             if self._options.atomic and len(commits) > 1:
-                return self._publish_together(commits)
-            return list(self._each(commits, self._publish).values())
+                self._publish_together(commits)
+            else:
+                self._each(commits, self._publish)
         except StaleWrite:
             for state in list(self._states.values()):
                 state.target = None
             raise
+        self._recount(epoch, new)
+        return [self._states[table].committed or _kept(table) for table in files]
 
     def heartbeat(self, epoch: Epoch, labels: Mapping[str, str], table: str | None = None) -> bool:
         """Publish the frontier of an epoch without changes, in the first table by default.
@@ -437,8 +446,8 @@ class IcebergSink:
         where = table or min(filter(self._is_fed, list(self._states)), default=None)
         if where not in self._states:
             return False
-        new = summaries.progress_of(epoch, self._pipeline, self._generation, 1)
-        nothing = Written(epoch=epoch, reports=[], skipped=0, writer=None, labels=labels)
+        new = self._progress_of(epoch, {where})
+        nothing = Written(epoch=epoch, reports=[], writer=None, labels=labels)
         self._publish(where, self._commit(where, new, [], nothing))
         return True
 
@@ -799,23 +808,66 @@ class IcebergSink:
             emptied=emptied,
         )
 
-    def _publish(self, table: str, commit: Commit) -> Committed:
-        committed = publish_epoch(self._states[table].handle, commit)
-        self._note(table, commit)
-        return committed
+    def _progress_of(self, epoch: Epoch, tables: Collection[str]) -> Progress:
+        """The progress that an epoch of these tables makes durable."""
+        ids = frozenset(self._states[table].progress.table_id for table in tables)
+        members = ids if len(ids) <= MEMBERS_MAX else frozenset()
+        new = summaries.progress_of(epoch, self._pipeline, self._generation, len(tables))
+        return replace(new, members=members)
 
-    def _publish_together(self, commits: Mapping[str, Commit]) -> list[Committed]:
+    def _carriers(self, epoch: Epoch) -> list[str]:
+        """The tables that have taken the epoch already: in this run, or before a restart."""
+        span = Progress(
+            pipeline=self._pipeline, epoch=epoch.number, lower=epoch.lower, upper=epoch.upper
+        )
+        return [t for t, state in list(self._states.items()) if state.progress.same_epoch(span)]
+
+    def _recount(self, epoch: Epoch, new: Progress) -> None:
+        """Have all tables of an epoch say the same of its tables.
+
+        An epoch that is written a second time may have other tables than the first time. What the
+        tables said that took it then is corrected, by commits without files. The source is told
+        that the epoch is durable only afterwards, so whoever finds an epoch whose tables do not
+        agree can write it once more.
+        """
+        corrected = {}
+        for table in self._carriers(epoch):
+            state = self._states[table]
+            right = replace(state.progress, tables=new.tables, members=new.members)
+            if right != state.progress:
+                corrected[table] = Commit(
+                    table=table,
+                    branch=self._options.branch,
+                    expected=state.progress,
+                    new=right,
+                    files=[],
+                    written_for=None,
+                    labels={},
+                    recount=True,
+                )
+        self._each(corrected, self._publish)
+
+    def _publish(self, table: str, commit: Commit) -> None:
+        self._note(commit, publish_epoch(self._states[table].handle, commit))
+
+    def _publish_together(self, commits: Mapping[str, Commit]) -> None:
         handles = {table: self._states[table].handle for table in commits}
         committed = publish_together(self._catalog, handles, commits, self._each)
         for table, commit in commits.items():
-            self._note(table, commit)
-        return list(committed.values())
+            self._note(commit, committed[table])
 
-    def _note(self, table: str, commit: Commit) -> None:
+    def _note(self, commit: Commit, committed: Committed) -> None:
         """Remember what a table holds now that its commit is durable."""
-        state = self._states[table]
-        state.progress = commit.new
+        state, new = self._states[commit.table], commit.new
+        if committed.duplicate:
+            # An earlier attempt brought the epoch, and may have said something else of its tables.
+            new = state.handle.head(self._pipeline, self._options.branch).progress or new
+        state.progress = replace(new, table_id=state.progress.table_id)
+        if commit.recount:
+            return
+        state.committed = committed
         state.renames = 0
+        table = commit.table
         for file in commit.files:
             metrics.ROWS_WRITTEN.labels(table, file.kind).inc(file.record_count)
             metrics.BYTES_WRITTEN.labels(table, file.kind).inc(file.size_bytes)
@@ -860,6 +912,11 @@ def _refuse_vague(column: NestedField, table: str) -> None:
             detail=f"It is a {column.field_type}, and readers would still show deleted rows.",
             hint="Name other columns in `equality_delete_by`.",
         )
+
+
+def _kept(table: str) -> Committed:
+    """The result for a table that took the epoch in an earlier run."""
+    return Committed(table=table, snapshot_id=None, duplicate=True, seconds=0.0)
 
 
 def collect(reports: Iterable[str], epoch: int) -> dict[str, list[FileClosed]]:

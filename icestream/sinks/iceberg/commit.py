@@ -5,8 +5,9 @@ it exact; leaving out any one of them (or the pair that covers for it) loses or 
 tests show by switching them off:
 
 1. Swap: the catalog replaces the metadata only if it still is the one that was checked.
-2. Continuity: the progress found there is exactly the one this run last saw or made there. So the
-   epoch joins on to what is durable, whoever else wrote in between.
+2. Continuity: the progress found there is exactly the one this run last saw or made there, and the
+   epoch is newer. So the epoch joins on to what is durable, whoever else wrote in between, and no
+   table takes an epoch twice, whoever asks for it.
 3. Fence: no newer generation of the pipeline has claimed the table. A starting run claims with a
    commit of its own, which also makes every commit prepared before it fail.
 4. Read-back: after an answer was lost, and before every further attempt, look for the own batch id
@@ -27,7 +28,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 from icestream import failpoints, metrics
-from icestream.epoch import Progress, batch_id
+from icestream.epoch import Progress, batch_id, table_id
 from icestream.errors import (
     CommitConflict,
     CommitUnknown,
@@ -96,7 +97,11 @@ class Each(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:
-    """One epoch for one table, ready to be published; `emptied` removes all older rows."""
+    """One epoch for one table, ready to be published; `emptied` removes all older rows.
+
+    `recount` corrects what a table that carries the epoch says of the epoch's tables; it has no
+    files.
+    """
 
     table: str
     branch: str
@@ -106,6 +111,7 @@ class Commit:
     written_for: tuple[str, int, int] | None
     labels: Mapping[str, str]
     emptied: bool = False
+    recount: bool = False
 
     @property
     def batch_id(self) -> str:
@@ -215,6 +221,7 @@ def publish_claim(table: CommitTable, branch: str, claim: Progress, claim_id: st
             head = table.head(claim.pipeline, branch)
             refuse_rollback(head, str(table.name), claim.pipeline)
             found = head.progress or Progress(pipeline=claim.pipeline)
+            found = replace(found, table_id=table_id(head.uuid))
             if head.claim_id == claim_id:
                 return found
             if found.generation >= claim.generation:
@@ -259,10 +266,16 @@ def rival_run(table: str) -> Fenced:
 
 
 def _published(head: Head, commit: Commit, attempted: bool) -> bool:
-    """Whether the epoch is in the table already: by an attempt whose answer was lost."""
+    """Whether the epoch is in the table already: by an attempt whose answer was lost, or earlier.
+
+    What the table says of the epoch's other tables does not matter: it has the epoch's rows.
+    """
     if attempted and not failpoints.rule_on(failpoints.RULE_READ_BACK):
         return False
-    return head.batch_id == commit.batch_id and head.progress == commit.new
+    found = head.progress
+    if found is None or found.generation != commit.new.generation:
+        return False
+    return found == commit.new if commit.recount else found.same_epoch(commit.new)
 
 
 def _check(head: Head, commit: Commit) -> None:
@@ -275,6 +288,8 @@ def _check(head: Head, commit: Commit) -> None:
     if failpoints.rule_on(failpoints.RULE_CONTINUITY):
         refuse_rollback(head, commit.table, commit.new.pipeline)
         if found != commit.expected:
+            raise _discontinued(commit, found)
+        if not commit.recount and found.epoch >= commit.new.epoch:
             raise _discontinued(commit, found)
     if commit.written_for is not None and commit.files:
         if (head.schema_id, head.spec_id) != commit.written_for[1:]:
@@ -304,6 +319,9 @@ def _fenced(table: str, found: Progress, generation: int) -> Fenced:
 
 
 def _entries(commit: Commit) -> summaries.Entries:
+    if commit.recount:
+        # Like a claim it publishes no epoch, and so it has no batch id.
+        return summaries.to_entries(commit.new)
     data_files = sum(file.kind == DATA for file in commit.files)
     delete_files = len(commit.files) - data_files
     counts = {"data": str(data_files), "delete": str(delete_files), "batch": commit.batch_id}

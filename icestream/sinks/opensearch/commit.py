@@ -6,8 +6,8 @@ Four rules guard every attempt to replace it, the same as for an Iceberg table:
 
 1. Swap: OpenSearch replaces the document only if its sequence number and primary term still are
    those of the document that was checked.
-2. Continuity: the progress found there is exactly the one this run last saw or made, and the
-   indices that it speaks of are still the same ones.
+2. Continuity: the progress found there is exactly the one this run last saw or made, the epoch is
+   newer, and the indices that the progress speaks of are still the same ones.
 3. Fence: no newer generation of the pipeline has claimed it.
 4. Read-back: after an answer was lost or a conflict was met, look for the own batch id first.
 """
@@ -265,7 +265,8 @@ class ProgressDocument:
     def _published(self, head: Head, commit: Commit, attempted: bool) -> bool:
         if attempted and not failpoints.rule_on(failpoints.RULE_READ_BACK):
             return False
-        return head.batch_id == commit.batch_id and head.progress == commit.new
+        same_run = head.progress.generation == commit.new.generation
+        return same_run and head.progress.same_epoch(commit.new)
 
     def _check(self, head: Head, commit: Commit) -> None:
         """Fence and continuity, on the very document that will be replaced."""
@@ -280,7 +281,7 @@ class ProgressDocument:
             )
         if not failpoints.rule_on(failpoints.RULE_CONTINUITY):
             return
-        if found != commit.expected:
+        if found != commit.expected or found.epoch >= commit.new.epoch:
             raise self._discontinued(found, commit)
         self.refuse_lost(commit.indices)
 

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -253,9 +253,10 @@ class PostgresSource(Source):
         """Never: what lies before is brought by a copy."""
         return False
 
-    def unclaimed(self, tables: Sequence[str]) -> None:
+    def unclaimed(self, tables: Sequence[str]) -> Collection[str]:
         """These tables are copied, again if need be: the lake has nothing of them."""
         self._unclaimed = set(tables)
+        return tables
 
     def available(self, lower: Frontier) -> Sequence[Frontier]:
         """The next rounds of copies, or the ends of what has come of the stream."""

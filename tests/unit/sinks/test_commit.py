@@ -353,6 +353,39 @@ def test_commits_go_to_the_branch_that_is_named(scene):
     assert refs["audit"] == refs["icestream-p"] != main
 
 
+@pytest.mark.parametrize("batch", [None, "another"])
+def test_an_epoch_that_the_table_carries_is_never_published_again(scene, batch):
+    """Mend c3: whatever is said of its tables, and whatever this run believes to be there."""
+    carried = replace(NEXT, tables=3)
+    scene.publish_foreign(carried, batch)
+    before = scene.lake.tables[NAME]
+    for expected in (CLAIMED, carried):
+        assert publish_epoch(scene.table, scene.commit(expected=expected)).duplicate
+    assert scene.lake.tables[NAME] is before
+
+
+@pytest.mark.parametrize("epoch", [3, 4, 5])
+def test_an_epoch_that_is_not_newer_than_the_tables_is_refused(scene, epoch):
+    """Mend c3: the same number with other bounds, or an older number, joins on to nothing."""
+    carried = replace(NEXT, upper=Frontier({"log": (15,)}))
+    scene.publish_foreign(carried)
+    new = replace(NEXT, epoch=epoch)
+    with pytest.raises(Fenced, match="is ahead of this run"):
+        publish_epoch(scene.table, scene.commit(expected=carried, new=new))
+    assert scene.epochs() == []
+
+
+def test_what_a_table_says_of_its_epochs_tables_is_corrected_without_files(scene):
+    """Mend c3: a correction is like a claim, and is made once."""
+    carried = replace(NEXT, tables=3)
+    scene.publish_foreign(carried)
+    again = scene.commit(expected=carried, files=[], written_for=None, recount=True)
+    scene.wire.fates = [lands_unanswered]
+    assert publish_epoch(scene.table, again).duplicate
+    assert scene.table.head("p", "main").progress == NEXT
+    assert (scene.wire.sent, scene.epochs()) == (1, [])
+
+
 def test_a_claim_carries_the_progress_forward_under_the_next_generation(scene):
     """E6: each start publishes its generation by a commit of its own."""
     claim = Progress(pipeline="p", generation=3)

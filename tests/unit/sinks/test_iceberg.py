@@ -72,7 +72,6 @@ def commit(owner: IcebergSink, at: Epoch, *tables: str, **changes: object) -> li
     given = {
         "epoch": at,
         "reports": [report(table, at.number) for table in tables],
-        "skipped": 0,
         "writer": owner.writer(at, tables),
         "labels": {},
     }
@@ -255,8 +254,37 @@ def test_tables_that_carry_the_epoch_already_are_counted():
     lake = Lake()
     owner = sink(lake)
     owner.claim([])
-    commit(owner, epoch(1, 0, 5), "a", skipped=2)
-    assert remembered(lake, "a").tables == 3
+    commit(owner, epoch(1, 0, 5), "a", "b")
+    commit(owner, epoch(1, 0, 5), "c")
+    assert [remembered(lake, table).tables for table in ("a", "b", "c")] == [3, 3, 3]
+    assert len({remembered(lake, table).members for table in ("a", "b", "c")}) == 1
+    assert [len(paths(lake, table)) for table in ("a", "b", "c")] == [1, 1, 1]
+
+
+def test_no_table_takes_an_epoch_twice_whoever_asks():
+    """Mend c3: also when the second writing of the epoch has other tables than the first."""
+    lake = Lake()
+    owner = sink(lake)
+    owner.claim([])
+    commit(owner, epoch(1, 0, 5), "a", "b")
+    assert commit(owner, epoch(1, 0, 5), "a") == ["a"]
+    again = sink(lake)
+    again.claim(["a", "b"])
+    assert commit(again, epoch(1, 0, 5), "b", "a", "c") == ["a", "b", "c"]
+    assert (paths(lake, "a"), paths(lake, "b")) == (["a-1.parquet"], ["b-1.parquet"])
+    with pytest.raises(Fenced, match="is ahead of this run"):
+        commit(again, epoch(1, 0, 3), "a")
+
+
+def test_many_tables_are_only_counted(monkeypatch):
+    """Mend c2: summaries stay small, and a restart goes by the number of tables as before."""
+    # The limit is hundreds of tables; two show the same.
+    monkeypatch.setattr("icestream.sinks.iceberg.MEMBERS_MAX", 1)
+    lake = Lake()
+    owner = sink(lake)
+    owner.claim([])
+    commit(owner, epoch(1, 0, 5), "a", "b")
+    assert (remembered(lake, "a").tables, remembered(lake, "a").members) == (2, frozenset())
 
 
 def test_a_start_takes_the_next_generation_in_every_table():
