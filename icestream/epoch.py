@@ -88,8 +88,8 @@ class Resume:
     unfinished: Epoch | None
     carriers: frozenset[str]
     tables: int
-    lacking: frozenset[str] | None
     replays: Mapping[str, Progress]
+    lacking: frozenset[str] | None = None
 
 
 def resume_point(progress: Mapping[str, Progress]) -> Resume:
@@ -113,7 +113,6 @@ def resume_point(progress: Mapping[str, Progress]) -> Resume:
             unfinished=None,
             carriers=frozenset(),
             tables=0,
-            lacking=None,
             replays={},
         )
     last = reduce(_further, started)

@@ -177,6 +177,7 @@ class Pipeline:
         self._durable_at = time.monotonic()
         self._settled = threading.Condition()
         self._settled_number = 0
+        self._given_up_number = 0
         self._pending: deque[Frontier] = deque()
         self._rebuilt: frozenset[str] = frozenset()
         age = metrics.EPOCH_AGE_SECONDS.labels(name)
@@ -397,6 +398,9 @@ class Pipeline:
         self, in_flight: deque[tuple[Epoch, Sequence[Part], Future[Written]]], lost: SplitsLost
     ) -> None:
         """Forget all epochs that are not committed; nobody has seen anything of them."""
+        with self._settled:
+            self._given_up_number = self._number
+            self._settled.notify_all()
         for _, _, future in in_flight:
             future.cancel()
         wait([future for _, _, future in in_flight])
@@ -544,6 +548,8 @@ class Pipeline:
         """Look up the rows that splits ask for, as the epochs before left them."""
         with self._settled:
             while self._settled_number < epoch.number - 1 and not self._stop.is_set():
+                if epoch.number <= self._given_up_number:
+                    raise _GivenUp(f"epoch {epoch.number}")
                 self._settled.wait(1.0)
         for need in needed.needs:
             ask = partial(self._sink.stored, need.table, need.keys, need.columns, epoch.lower)
@@ -614,6 +620,10 @@ class Pipeline:
         lag = self._source.lag_seconds(self._durable)
         if lag is not None:
             metrics.LAG_SECONDS.labels(self.name).set(lag)
+
+
+class _GivenUp(Exception):
+    """An epoch ends early: it was given up while it waited for those before it."""
 
 
 def _with_stored(part: Part, table: str, stored: pa.Table | None) -> Part:

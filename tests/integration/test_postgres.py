@@ -275,6 +275,49 @@ def test_iceberg_table_that_committed_last_is_dropped(world: World):
     world.assert_equal("item", ITEM)
 
 
+def test_iceberg_table_that_shared_the_last_epoch_is_dropped(
+    world: World, monkeypatch: pytest.MonkeyPatch
+):
+    """Mend c2: the epoch counts as whole, the dropped table is copied, the other one goes on."""
+    load = loaded(world, 8, 200)
+    never = {"cadence": {"heartbeat_interval": 0}}
+    world.run(BOTH, **never)
+    load.db.run("begin")
+    load.db.run("update part set note = 'both'")
+    load.db.run("update item set note = 'both'")
+    load.db.run("commit")
+    with world.following(BOTH, **never) as following:
+        following.wait_past("public.part", world.snapshots("part")[-1].lsn)
+        wait_until(
+            lambda: (
+                lsn(world.slot_row("confirmed_flush_lsn::text")) >= world.snapshots("part")[-1].lsn
+            ),
+            60,
+            "the slot moves",
+        )
+        following.raise_error()
+    assert world.snapshots("item")[-1].lsn == world.snapshots("part")[-1].lsn
+    snapshots = len(world.snapshots("item"))
+    world.spark.sql(f"DROP TABLE {world.lake.table('shop.part')} PURGE")
+    load.db.run("delete from part where number % 2 = 0")
+    # The first start makes the table and is cut short before it is filled.
+    monkeypatch.setattr("icestream.failpoints._passes", {})
+    monkeypatch.setenv("ICESTREAM_FAILPOINTS", "before-write=error")
+    with pytest.raises(FailpointError):
+        world.run(BOTH, **never)
+    monkeypatch.delenv("ICESTREAM_FAILPOINTS")
+    world.run(BOTH, **never)
+    world.assert_equal("part", PART)
+    world.assert_equal("item", ITEM)
+    assert world.snapshots("item")[-1].lsn == world.snapshots("item")[snapshots - 1].lsn
+    for table in ("part", "item"):
+        world.spark.sql(f"DROP TABLE {world.lake.table('shop.' + table)} PURGE")
+    load.db.run("update item set note = 'all were dropped'")
+    world.run(BOTH, **never)
+    world.assert_equal("part", PART)
+    world.assert_equal("item", ITEM)
+
+
 # --- kinds of changes -------------------------------------------------------------------------
 
 

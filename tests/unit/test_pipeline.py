@@ -28,7 +28,7 @@ from icestream.iceberg.files import DATA, FileClosed
 from icestream.pipeline import Cadence, Pipeline, State
 from icestream.schema import Column, SchemaGap, TableShape
 from icestream.sinks.iceberg import IcebergSink, IcebergSinkOptions
-from icestream.sources import Need, Source, TableSplit, ValuesNeeded
+from icestream.sources import Need, Source, SplitsLost, TableSplit, ValuesNeeded
 from icestream.worker import Outcome, Unready
 from tests.property.memory import Lake, MemoryCatalog, Snapshot, Wire
 
@@ -506,6 +506,30 @@ def test_rows_are_looked_up_when_all_epochs_before_are_committed():
         *[("a", 0, []), ("a", 2, [0]), ("a", 4, [0, 2])],
         *[("b", 0, []), ("b", 2, [1]), ("b", 4, [1, 3])],
     ]
+
+
+def test_epochs_that_are_given_up_do_not_wait_for_those_before_them():
+    """Mend c4: splits are lost while a later epoch waits to look up rows; both begin anew."""
+    scene = AskingScene("ab", [1, 2])
+    later_asks = threading.Event()
+    write = scene.written
+
+    def losing(parts, writer, *rest) -> Outcome:
+        if "lost" not in scene.notes:
+            if writer.epoch == 1:
+                assert later_asks.wait(DEADLINE_SECONDS)
+                scene.notes.append("lost")
+                raise SplitsLost("gone")
+            later_asks.set()
+        return write(parts, writer, *rest)
+
+    scene.written = losing
+    pipeline = scene.pipeline(epochs_in_flight=2)
+    thread = threading.Thread(target=lambda: pipeline.run(once=True), daemon=True)
+    thread.start()
+    thread.join(DEADLINE_SECONDS)
+    assert not thread.is_alive()
+    assert (scene.positions("a"), scene.positions("b")) == ([0], [1])
 
 
 def test_rows_are_looked_up_for_epochs_that_are_finished_or_replayed():
