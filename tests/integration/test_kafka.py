@@ -1,11 +1,12 @@
 """Kafka topics on a real broker become Iceberg tables; Spark SQL and the log itself are asked."""
 
+import contextlib
 import hashlib
 import io
 import json
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from decimal import Decimal
 from pathlib import Path
@@ -17,7 +18,15 @@ from confluent_kafka.admin import AdminClient
 from pyspark.sql import SparkSession
 
 from icestream import failpoints
-from icestream.errors import ConfigInvalid, DataRejected, HistoryLost, SchemaRejected
+from icestream.errors import (
+    ConfigInvalid,
+    DataRejected,
+    HistoryLost,
+    SchemaRejected,
+    TargetUnavailable,
+)
+from icestream.frontier import Frontier
+from icestream.pipeline import Pipeline
 from tests.integration.pipelines import Shell, assert_refused
 from tests.integration.topics import NAMESPACE, PIPELINE, Topics, created, deleted, updated
 from tests.registry import StandInRegistry
@@ -137,6 +146,110 @@ def test_partitions_and_topics_that_appear_later_are_read(topics):
     topics.run(document)
     assert [row["id"] for row in topics.rows("one", "id")] == [1, 2]
     assert [row["id"] for row in topics.rows("two")] == [3]
+
+
+@pytest.mark.parametrize("seen", [True, False], ids=["growth seen", "grown before the start"])
+@pytest.mark.parametrize("keyed", [True, False], ids=["keyed", "not keyed"])
+@pytest.mark.parametrize("rows", [60, 2_000_000], ids=["many epochs", "one epoch"])
+def test_no_key_goes_back_when_its_topic_is_given_partitions(
+    topics, monkeypatch, seen, keyed, rows
+):
+    """K10, Mend b9: keys move to other partitions while older records of them wait to be read."""
+    name = topics.create("orders", 2)
+    generator = random.Random(rows)
+    expected: dict[int, dict[str, int]] = {}
+    options = {"topics": ["orders"], **UPSERT, "keyed": keyed}
+    document = topics.document(options, epoch_rows_max=rows)
+
+    def write(version: int) -> None:
+        records = []
+        for number in range(300):
+            key = number if number < 200 else generator.randrange(200)
+            kept = generator.random() < 0.8
+            row = {"id": key, "v": 1000 * version + number} if kept else None
+            records.append(({"id": key}, row))
+            expected.pop(key, None)
+            expected.update({key: row} if row else {})
+        topics.send("orders", records)
+
+    write(0)
+    if seen:
+        topics.run(document)
+        write(1)
+    for version, partitions in ((2, 5), (3, 9)):
+        topics.broker.add_partitions(name, partitions)
+        write(version)
+    commits = 0
+
+    def stop_at_the_second(place: str) -> None:
+        nonlocal commits
+        commits += place == failpoints.AFTER_COMMIT
+        if commits == 2:
+            commits += 1
+            raise TargetUnavailable("stopped by the test")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(failpoints, "reach", stop_at_the_second)
+        with contextlib.suppress(TargetUnavailable):
+            topics.run(document)
+    topics.run(document)
+    assert {row["id"]: row for row in topics.rows("orders")} == expected
+    assert len(topics.rows("orders")) == len(expected)
+    assert (commits > 2) == (rows < 1000), "the run was stopped between two epochs"
+    write(4)
+    topics.run(document)
+    assert {row["id"]: row for row in topics.rows("orders")} == expected
+
+
+@pytest.mark.parametrize("there", [True, False], ids=["table is there", "no table"])
+def test_latest_takes_all_that_comes_after_the_first_start(topics, there):
+    """K10, Mend b8: also after a restart, once a table is there that can remember the start."""
+    topics.create("orders", 2)
+    if there:
+        table = topics.lake.table("shop.orders")
+        topics.lake.sql(f"CREATE NAMESPACE IF NOT EXISTS {topics.lake.table('shop')}")
+        topics.lake.sql(f"CREATE TABLE {table} (id BIGINT NOT NULL, v BIGINT) USING iceberg")
+        topics.lake.sql(f"ALTER TABLE {table} SET IDENTIFIER FIELDS id")
+    topics.send("orders", [({"id": n}, {"id": n, "v": 0}) for n in range(50)])
+    options = {"topics": ["orders"], **UPSERT, "start": "latest"}
+    document = topics.document(options, commit_interval="PT0.2S")
+    if there:
+        topics.run(document)
+        topics.send("orders", [({"id": n}, {"id": n, "v": 1}) for n in range(100, 120)])
+        topics.run(document)
+        assert [row["id"] for row in topics.rows("orders", "id")] == list(range(100, 120))
+    pipeline = topics.pipeline(document)
+    thread = threading.Thread(target=pipeline.run)
+    thread.start()
+    try:
+        wait_until(lambda: pipeline.health.to_json()["state"] == "running", 60, "the start")
+        asked = wait_for_looks(pipeline)
+        wait_until(asked, 60, "the source to be asked")
+        topics.send("orders", [({"id": n}, {"id": n, "v": 2}) for n in range(200, 240)])
+        wait_until(lambda: len(topics.epochs("orders")) > (2 if there else 0), 60, "an epoch")
+    finally:
+        pipeline.stop()
+        thread.join(60)
+    topics.send("orders", [({"id": n}, {"id": n, "v": 3}) for n in range(300, 310)])
+    topics.run(document)
+    expected = [*range(100, 120)] if there else []
+    expected += [*range(200, 240), *range(300, 310)]
+    assert sorted(row["id"] for row in topics.rows("orders")) == expected
+
+
+def wait_for_looks(pipeline: Pipeline) -> Callable[[], bool]:
+    """Tells whether the pipeline has asked its source what there is since now."""
+    source, looks = pipeline._source, []
+    ask = source.available
+
+    def available(lower: Frontier) -> Sequence[Frontier]:
+        found = ask(lower)
+        looks.append(found)
+        return found
+
+    # The pipeline shows nothing of a look that finds nothing.
+    source.available = available
+    return lambda: len(looks) > 0
 
 
 def test_a_topic_that_was_created_anew_stops_the_pipeline(topics):

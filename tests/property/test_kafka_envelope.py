@@ -1,6 +1,8 @@
 """Records decoded in columns are what they are when each is read by itself with `json.loads`."""
 
 import json
+import re
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -112,11 +114,22 @@ def keyed(op: Any, row: Any, identity: Any, options: ValueOptions) -> Any:
         else:
             plain = options.key and identity is not None and not isinstance(identity, list)
             told = {"id": identity} if plain else {}
+        if "id" in told and "id" in row and not agree(told["id"], row["id"]):
+            raise Broken
         row = told | row
         # Without the option it is the record's own key that identifies the row.
         if op != Op.INSERT and (row.get("id") is None or not (told or options.key)):
             raise Broken
     return op, {name: value for name, value in row.items() if value is not None}
+
+
+def agree(one: Any, other: Any) -> bool:
+    """Whether a key and its value say the same of a column."""
+    if one is None or other is None:
+        return one is other
+    texts = [part if isinstance(part, str) else json.dumps(part) for part in (one, other)]
+    numbers = all(re.fullmatch(r"-?[0-9]+(\.[0-9]+)?", text) for text in texts)
+    return texts[0] == texts[1] or (numbers and Decimal(texts[0]) == Decimal(texts[1]))
 
 
 def decoded(pairs: list[tuple[bytes | None, bytes | None]], options: ValueOptions) -> list[Any]:
@@ -256,7 +269,7 @@ def some_records(envelope: str) -> st.SearchStrategy[list[tuple[bytes | None, by
     """Batches in which what fits and what does not lie side by side."""
     # Mapped, because alternatives inside of alternatives would all weigh the same.
     good = fitting[envelope].map(lambda document: written(document, None)) | st.none()
-    key = st.integers(0, 9).map(lambda number: written({"id": number}, None))
+    key = st.sampled_from([7, 7, 7, 8]).map(lambda number: written({"id": number}, None))
     anything = st.tuples(keys, values(envelope)).map(tuple)
     mixed = st.tuples(key | st.none(), good).map(tuple)
     odd_key = st.tuples(keys, good).map(tuple)

@@ -8,7 +8,9 @@ A position is `(next offset, first offset)`: the second is where reading began, 
 that must be read again is read from the same place. The name of a partition holds its topic's id:
 a topic that was deleted and created anew counts from zero again and must not be taken for the old
 one. Beside partitions a frontier names tables of dead letters, once these were tried again; such an
-epoch leaves the offsets where they are (`icestream.sources.kafka.replay`).
+epoch leaves the offsets where they are (`icestream.sources.kafka.replay`). It also names spans in
+which a topic is read in the order of time, because keys have moved to other partitions
+(`icestream.sources.kafka.growth`).
 """
 
 import logging
@@ -17,7 +19,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
 import numpy as np
@@ -35,6 +37,17 @@ from icestream.sources.kafka.changes import no_key
 from icestream.sources.kafka.client import Cluster, Topic
 from icestream.sources.kafka.consumer import PartitionStalled, Range
 from icestream.sources.kafka.envelope import REGISTERED, ValueOptions
+from icestream.sources.kafka.growth import (
+    GRACE_MS,
+    SETTLE_SECONDS,
+    Span,
+    TimeCuts,
+    TimedGroup,
+    advanced,
+    end_of_unknown,
+    span_of,
+    topics_by_time,
+)
 from icestream.sources.kafka.partitions import balanced, recreated, refuse_lost
 from icestream.sources.kafka.partitions import partition_name as _name
 from icestream.sources.kafka.partitions import partition_parts as _parts
@@ -101,8 +114,9 @@ class KafkaOptions:
     keyed: bool = field(
         default=True,
         metadata={
-            "doc": "All records of a key are in one partition. When that is not so, `false` has "
-            "changes ordered by the records' timestamps, at the price of a shuffle."
+            "doc": "All records of a key are in one partition, unless the topic is given more "
+            "partitions. When that is not so, `false` has changes ordered by the records' "
+            "timestamps, at the price of a shuffle."
         },
     )
     start: str = field(
@@ -191,6 +205,13 @@ class KafkaSource(Source):
         self._found: set[str] = set()
         self._record_bytes = float(RECORD_BYTES)
         self._shortened: dict[Partition, int] = {}
+        # Topics that are read in the order of time now, and how many rows at once at most.
+        self._in_time: frozenset[str] = frozenset()
+        self._timed_rows: int | None = None
+        self._ahead = Frontier()
+        self._left_out: set[Partition] = set()
+        # Where `start: latest` begins, until a table remembers it.
+        self._begun: dict[str, int] = {}
         self._stalled: dict[Partition, tuple[float, PartitionStalled]] = {}
         # Epochs are read side by side, and each tells what it has learned.
         self._lock = threading.Lock()
@@ -239,28 +260,42 @@ class KafkaSource(Source):
         if topic is None:
             return False
         return any(
-            before[_name(topic, number)][0] > self._bounds[topic.name, number][0]
+            # What lies before the place where reading began was never wanted.
+            at[0] > max(at[1], self._bounds[topic.name, number][0])
             for number in range(topic.partitions)
-            if (topic.name, number) in self._bounds and before[_name(topic, number)]
+            if (topic.name, number) in self._bounds and (at := before[_name(topic, number)])
         )
 
     def available(self, lower: Frontier) -> Sequence[Frontier]:
         """Bounds of epochs up to what is stable now, each within the budget."""
         self._look()
         self.verify(lower)
+        self._begin(lower)
+        spans = self._spans(lower)
+        readable = self._readable([name for name, span in spans.items() if span.grown])
         now = {
-            _name(topic, number): self._first(topic, number, lower)
-            for topic, number in self._readable()
+            _name(topic, number): self._first(topic, number, lower) for topic, number in readable
         }
-        ends = {_name(t, n): self._end(t, n, now[_name(t, n)]) for t, n in self._readable()}
+        ends = {_name(t, n): self._end(t, n, now[_name(t, n)]) for t, n in readable}
+        if now != ends:
+            ends = self._settled_ends(ends, spans)
         first = {name: lower[name][1] if lower[name] else offset for name, offset in now.items()}
         if self._goal is None:
             self._goal = _frontier(lower, {name: ends[name] for name in now}, first)
         frontiers: list[Frontier] = []
-        while now != ends and len(frontiers) < EPOCHS_AHEAD:
-            now = _advanced(now, ends, self._rows_at_once())
+        if now and self._begins_at_end(lower):
+            # The beginning is an epoch of its own, without records: see `milestone`.
             frontiers.append(_frontier(lower, now, first))
+        groups = self._groups(ends, spans) if now != ends else []
+        while now != ends and len(frontiers) < EPOCHS_AHEAD:
+            now = self._moved(now, ends, groups)
+            passed = {name: at for group in groups for name, at in group.positions(now).items()}
+            frontiers.append(Frontier({**_frontier(lower, now, first).positions, **passed}))
         return frontiers
+
+    def milestone(self, epoch: Epoch) -> bool:
+        """Whether `start: latest` begins here: a restart must not begin anywhere else."""
+        return self._begins_at_end(epoch.lower)
 
     def caught_up(self, frontier: Frontier) -> bool:
         """Whether all records that were stable at the start lie before a frontier."""
@@ -288,15 +323,19 @@ class KafkaSource(Source):
 
     def splits(self, epoch: Epoch) -> Sequence[Part]:
         """Ranges of all partitions, in as many splits as there are workers, or dead letters."""
-        shares = balanced(self._ranges(epoch), self._workers)
+        in_time = topics_by_time(epoch) if self._ordered else set()
+        shares = balanced(self._ranges(epoch), self._workers, in_time)
+        # A topic that is read in the order of time has one split, which must fit into a worker.
+        parts = self._workers if in_time else len(shares)
         ranges = [
             KafkaSplit(
                 ranges=group,
                 reading=self._reading,
                 tables=frozenset(self._tables_of(group)),
                 # Averages have outliers, and an epoch that is read again must fit again.
-                bytes_max=max(1, 2 * self._budget.bytes // len(shares)),
+                bytes_max=max(1, 2 * self._budget.bytes // parts),
                 skipped=_within(self._skipped, group),
+                by_time=not in_time.isdisjoint(each.topic for each in group),
             )
             for group in shares
         ]
@@ -340,6 +379,7 @@ class KafkaSource(Source):
         way, or a table whose every record is a row would have it twice.
         """
         self._skipped = {}
+        self._ahead = durable
         if self._reading.only_added:
             owners = {table, *self._topics}
             boxes = [name for name in map(dead_letters.table_of, owners) if name in self._found]
@@ -377,8 +417,14 @@ class KafkaSource(Source):
         if isinstance(lost, PartitionStalled):
             again = time.monotonic() + self._options.read_timeout
             self._stalled[lost.topic, lost.partition] = (again, lost)
+            self._left_out.add((lost.topic, lost.partition))
         if isinstance(lost, RangesTooLarge):
-            self._shortened.update(lost.reached)
+            rows = self._rows_in_time()
+            if rows > 1 and not self._in_time.isdisjoint(topic for topic, _ in lost.reached):
+                # Offsets at which reading ended are of no common time.
+                self._timed_rows = rows // 2
+            else:
+                self._shortened.update(lost.reached)
 
     def trouble(self) -> IcestreamError | None:
         """A partition that is left out."""
@@ -446,10 +492,18 @@ class KafkaSource(Source):
     def _look(self) -> None:
         """Ask the brokers what there is now."""
         options = self._options
-        self._topics = self._cluster.topics(options.topics, options.topic_pattern or None)
+        topics = self._cluster.topics(options.topics, options.topic_pattern or None)
+        known: Mapping[str, Topic] | None = None
+        # Ends must be from before a topic grows: keys that have moved are read in another way.
+        while topics != known:
+            known = topics
+            everything = [
+                (t.name, number) for t in known.values() for number in range(t.partitions)
+            ]
+            self._bounds = self._cluster.bounds(everything)
+            topics = self._cluster.topics(options.topics, options.topic_pattern or None)
+        self._topics = topics
         self._refuse_names()
-        everything = [(topic.name, number) for topic, number in self._partitions()]
-        self._bounds = self._cluster.bounds(everything)
         now = time.monotonic()
         for partition in [p for p, (again, _) in self._stalled.items() if again <= now]:
             del self._stalled[partition]
@@ -472,22 +526,162 @@ class KafkaSource(Source):
     def _partitions(self) -> list[tuple[Topic, int]]:
         return [(t, number) for t in self._topics.values() for number in range(t.partitions)]
 
-    def _readable(self) -> list[tuple[Topic, int]]:
-        """All partitions but those that are left out for now."""
+    def _readable(self, whole: Collection[str] = ()) -> list[tuple[Topic, int]]:
+        """All partitions but those that are left out for now.
+
+        In topics of `whole` keys may be in any partition: all are read or none is.
+        """
+        held = {topic for topic, _ in self._stalled if topic in whole}
         return [
             (topic, number)
             for topic, number in self._partitions()
-            if (topic.name, number) in self._bounds and (topic.name, number) not in self._stalled
+            if (topic.name, number) in self._bounds
+            and (topic.name, number) not in self._stalled
+            and topic.name not in held
         ]
+
+    # The order of time
+
+    @property
+    def _ordered(self) -> bool:
+        """Whether partitions are read by themselves, and keys that move have to be looked for."""
+        return self.keyed and not self._reading.only_added
+
+    def _spans(self, lower: Frontier) -> dict[str, Span]:
+        """The topics that are to be read in the order of time from a frontier on."""
+        if not self._ordered:
+            return {}
+        found = {}
+        for topic in self._topics.values():
+            span = self._span(topic, lower)
+            if span is not None and not span.passed:
+                found[topic.name] = span
+        return found
+
+    def _span(self, topic: Topic, lower: Frontier) -> Span | None:
+        known = span_of(lower, topic)
+        if lower != self._ahead and self._ahead.covers(lower):
+            # A table that lies behind is read again as it was, or more carefully.
+            ahead = span_of(self._ahead, topic)
+            if ahead is None or (known is not None and known.until >= ahead.until):
+                return known
+            return replace(ahead, passed=False)
+        missing = {n for n in range(topic.partitions) if not lower[_name(topic, n)]}
+        now = _milliseconds()
+        if len(missing) == topic.partitions:
+            if topic.partitions == 1 or self._begins_at_end(lower):
+                return None
+            partitions = [(topic.name, number) for number in range(topic.partitions)]
+            times = self._cluster.offsets_at(partitions, 0)
+            firsts = {number: times[topic.name, number][1] for number in range(topic.partitions)}
+            return Span(until=end_of_unknown(firsts, now), grown=False, passed=False)
+        if any((topic.name, number) not in self._left_out for number in missing):
+            log.info("topic %s has more partitions than before", topic.name)
+            return Span(until=now + GRACE_MS, grown=True, passed=False)
+        return known
+
+    def _settled_ends(self, ends: dict[str, int], spans: Mapping[str, Span]) -> dict[str, int]:
+        """Ends of one moment: records of a producer reach its partitions in any order.
+
+        What is from before the moment and arrives a little later counts as well.
+        """
+        moment = _milliseconds() + 1
+        growing = {name for name, span in spans.items() if span.grown and moment < span.until}
+        every = not self.keyed and not self._reading.only_added
+        names = [name for name in ends if every or _parts(name)[0] in growing]
+        if not names:
+            return ends
+        time.sleep(SETTLE_SECONDS)
+        partitions = [_parts(name)[:2] for name in names]
+        bounds = self._cluster.bounds(partitions)
+        later = self._offsets_at(names, {n: bounds[_parts(n)[:2]][1] for n in names}, moment)
+        return {**ends, **{name: max(ends[name], later[name]) for name in names}}
+
+    def _offsets_at(
+        self, names: Sequence[str], ends: Mapping[str, int], moment: int
+    ) -> dict[str, int]:
+        """The first offset of a time in each partition; its end where there is none."""
+        places = {name: _parts(name)[:2] for name in names}
+        found = self._cluster.offsets_at(list(places.values()), moment)
+        offsets = {name: found[place][0] for name, place in places.items()}
+        return {n: min(at, ends[n]) if at >= 0 else ends[n] for n, at in offsets.items()}
+
+    def _groups(self, ends: Mapping[str, int], spans: Mapping[str, Span]) -> list[TimedGroup]:
+        """The partitions that are cut at common times."""
+        groups = []
+        for topic in self._topics.values():
+            names = [n for k in range(topic.partitions) if (n := _name(topic, k)) in ends]
+            span = spans.get(topic.name)
+            if span is not None and names:
+                # Before its end nobody knows which records a span will have.
+                over = _milliseconds() >= span.until + 1000 * SETTLE_SECONDS
+                border = self._offsets_at(names, ends, span.until) if over else None
+                cuts = self._cuts(names, ends)
+                groups.append(
+                    TimedGroup(names=names, cuts=cuts, border=border, span=span, topic=topic)
+                )
+        if not self.keyed and not self._reading.only_added and len(ends) > 1:
+            groups.append(TimedGroup(names=list(ends), cuts=self._cuts(list(ends), ends)))
+        self._in_time = frozenset(_parts(name)[0] for group in groups for name in group.names)
+        if not groups:
+            self._timed_rows = None
+        return groups
+
+    def _cuts(self, names: Sequence[str], ends: Mapping[str, int]) -> TimeCuts:
+        found = self._cluster.offsets_at([_parts(name)[:2] for name in names], 0)
+        low = min((at for _, at in found.values() if at >= 0), default=0)
+
+        def offsets_at(moment: int) -> Mapping[str, int]:
+            return self._offsets_at(names, ends, moment)
+
+        return TimeCuts(offsets_at, low, _milliseconds() + 1)
+
+    def _moved(
+        self, now: Mapping[str, int], ends: Mapping[str, int], groups: Sequence[TimedGroup]
+    ) -> dict[str, int]:
+        """All partitions moved on by as many rows as an epoch may have."""
+        timed = [group for group in groups if not group.passed(now)]
+        in_time = {name for group in timed for name in group.names}
+        rest = {name: offset for name, offset in now.items() if name not in in_time}
+        waiting = [g for g in timed if any(now[name] < ends[name] for name in g.names)]
+        idle = all(rest[name] == ends[name] for name in rest)
+        share = max(1, self._rows_at_once() // max(1, len(waiting) + (not idle)))
+        moved = {**now, **advanced(rest, ends, share)}
+        for group in waiting:
+            rows = min(share, self._rows_in_time())
+            moved.update(group.moved(now, ends, rows))
+        return moved
+
+    def _rows_in_time(self) -> int:
+        """Rows of a topic that one worker reads, or of all with `keyed: false`, at most."""
+        rows = self._rows_at_once() // (self._workers if self.keyed else 1)
+        return max(1, min(rows, self._timed_rows or rows))
 
     def _first(self, topic: Topic, number: int, lower: Frontier) -> int:
         """Where reading goes on, or begins."""
         position = lower[_name(topic, number)]
         if position:
             return position[0]
-        earliest, end = self._bounds[topic.name, number]
-        # A partition that appears later begins at its beginning, whatever the option says.
-        return end if self._options.start == LATEST and not _of_partitions(lower) else earliest
+        earliest, _ = self._bounds[topic.name, number]
+        return self._begun.get(_name(topic, number), earliest)
+
+    def _begins_at_end(self, lower: Frontier) -> bool:
+        """Whether only what comes after the first start is wanted.
+
+        A partition that appears later begins at its beginning, whatever the option says.
+        """
+        return self._options.start == LATEST and not _of_partitions(lower)
+
+    def _begin(self, lower: Frontier) -> None:
+        """Note where `start: latest` begins; a table that is read again begins there once more."""
+        if not self._begins_at_end(lower) or self._begun:
+            return
+        ahead = {name: at[1] for name, at in _of_partitions(self._ahead).items() if at}
+        ends = {
+            _name(topic, number): self._bounds[topic.name, number][1]
+            for topic, number in self._partitions()
+        }
+        self._begun = ahead or ends
 
     def _end(self, topic: Topic, number: int, first: int) -> int:
         """How far a partition may be read, for now."""
@@ -675,8 +869,12 @@ class KafkaSource(Source):
 
 
 def _of_partitions(frontier: Frontier) -> dict[str, Position]:
-    """The positions of partitions; letters that were tried again have positions of their own."""
-    return {n: at for n, at in frontier.positions.items() if not n.startswith(REPLAYED)}
+    """The positions of partitions; no topic has a name like those of the others."""
+    return {n: at for n, at in frontier.positions.items() if not n.startswith("/")}
+
+
+def _milliseconds() -> int:
+    return int(time.time() * 1000)
 
 
 def _ends(frontier: Frontier) -> dict[Partition, int]:
@@ -730,17 +928,6 @@ def _frontier(lower: Frontier, offsets: Mapping[str, int], first: Mapping[str, i
     """The frontier at these offsets; partitions that are not among them stay where they are."""
     ahead = {name: (offset, first[name]) for name, offset in offsets.items()}
     return Frontier({**lower.positions, **ahead})
-
-
-def _advanced(now: Mapping[str, int], ends: Mapping[str, int], rows: int) -> dict[str, int]:
-    """All partitions moved on by so many rows together, those with few left by all of them."""
-    left = dict(sorted(((n, ends[n] - now[n]) for n in now), key=lambda item: item[1]))
-    moved = {}
-    for number, (name, count) in enumerate(left.items()):
-        share = min(count, max(1, rows // (len(left) - number))) if count else 0
-        moved[name] = now[name] + share
-        rows = max(0, rows - share)
-    return moved
 
 
 def _refuse_unknown(option: str, value: str, known: Sequence[str]) -> None:

@@ -126,9 +126,27 @@ class Cluster:
         ends = self._offsets(partitions, OffsetSpec.latest())  # type: ignore[no-untyped-call]
         return {partition: (earliest[partition], ends[partition]) for partition in partitions}
 
+    def offsets_at(
+        self, partitions: Sequence[tuple[str, int]], milliseconds: int
+    ) -> Mapping[tuple[str, int], tuple[int, int]]:
+        """The first offset of each partition with this timestamp or a later one, and its timestamp.
+
+        -1 for both where no record has one. One request to each broker.
+        """
+        if not partitions:
+            return {}
+        which = OffsetSpec.for_timestamp(milliseconds)
+        found = self._listed(partitions, which)
+        return {place: (int(each.offset), int(each.timestamp)) for place, each in found.items()}
+
     def _offsets(
         self, partitions: Sequence[tuple[str, int]], which: OffsetSpec
     ) -> dict[tuple[str, int], int]:
+        return {place: int(e.offset) for place, e in self._listed(partitions, which).items()}
+
+    def _listed(
+        self, partitions: Sequence[tuple[str, int]], which: OffsetSpec
+    ) -> dict[tuple[str, int], Any]:
         asked = self._request(
             "ask for offsets",
             lambda: self._admin.list_offsets(
@@ -138,11 +156,8 @@ class Cluster:
             ),
         )
         return {
-            (place.topic, place.partition): int(
-                self._answer(
-                    f"find the offsets of partition {place.partition} of topic {place.topic}",
-                    answer,
-                ).offset
+            (place.topic, place.partition): self._answer(
+                f"find the offsets of partition {place.partition} of topic {place.topic}", answer
             )
             for place, answer in asked.items()
         }

@@ -16,9 +16,12 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
+from pyiceberg.schema import Schema
+from pyiceberg.types import ListType, MapType, NestedField
 
 from icestream.change import Op
-from icestream.errors import ConfigInvalid
+from icestream.errors import ConfigInvalid, SchemaRejected
+from icestream.schema import arrow_schema
 from icestream.sources.json_cells import Cells, Kind, invalid_utf8, values
 from icestream.sources.kafka.json_fields import JsonField, with_schemas
 from icestream.sources.kafka.rows import Decoded, Field, Indices, Mask, Records, Rows
@@ -38,6 +41,8 @@ USUAL_OPERATIONS = {
 }
 # What Debezium sends in place of a value that the database did not tell.
 UNAVAILABLE_VALUE = "__debezium_unavailable_value"
+_NUMBER = r"^-?[0-9]{1,38}(\.[0-9]{1,30})?([eE][+-]?[0-9]{1,2})?$"
+_WIDE = pa.decimal256(76, 30)
 WHOLE_ROWS = "set the table's REPLICA IDENTITY to FULL so that PostgreSQL sends whole rows"
 
 
@@ -362,6 +367,11 @@ def _rows(events: _Events, keys: Field, options: ValueOptions, verdicts: _Verdic
         return Rows(records=kept, ops=ops, columns=columns)
     told = _told(keys, options)
     for name, each in told.items():
+        if name in columns:
+            verdicts.reject(
+                _everywhere(_contradicts(columns[name], each, name), kept, size),
+                f"the record's key and its value do not agree about column {name}",
+            )
         columns[name] = _filled(columns[name], each) if name in columns else each.column
     verdicts.reject(
         _everywhere(_lacks_key(columns, told, options) & (ops != Op.INSERT), kept, size),
@@ -418,6 +428,56 @@ def _filled(column: Field, told: _Told) -> Field:
     """The column, with what keys tell where it has nothing itself."""
     wanted = column.missing() & told.here
     return column.where(~wanted, told.column) if wanted.any() else column
+
+
+def _contradicts(column: Field, told: _Told, name: str) -> Mask:
+    """Where a key and its value both tell a column, and not the same.
+
+    Two spellings of one number are the same, and so is what the value's own type takes for it.
+    """
+    both = told.here & ~column.missing()
+    if not both.any():
+        return both
+    known, nulls = column.null(), told.column.null()
+    unlike = both & (known != nulls)
+    filled = both & ~known & ~nulls
+    same = pc.equal(*(each.text().cast(pa.large_string()) for each in (column, told.column)))
+    places = np.flatnonzero(filled & ~pc.fill_null(same, False).to_numpy(zero_copy_only=False))
+    if len(places):
+        mine, theirs = column.take(places), told.column.take(places)
+        unlike[places[~(_same_numbers(mine, theirs) | _same_values(mine, theirs, name))]] = True
+    return np.asarray(unlike)
+
+
+def _same_numbers(one: Field, other: Field) -> Mask:
+    """Where two texts are the same number."""
+    texts = [field.text().cast(pa.large_string()) for field in (one, other)]
+    numbers = [pc.fill_null(pc.match_substring_regex(text, _NUMBER), False) for text in texts]
+    found = pc.and_(*numbers).to_numpy(zero_copy_only=False).copy()
+    places = pa.array(np.flatnonzero(found))
+    try:
+        first, second = (pc.cast(text.take(places).cast(pa.string()), _WIDE) for text in texts)
+    except pa.ArrowInvalid:
+        return np.zeros(len(one), dtype=np.bool_)
+    found[found] = pc.equal(first, second).to_numpy(zero_copy_only=False)
+    return np.asarray(found)
+
+
+def _same_values(one: Field, other: Field, name: str) -> Mask:
+    """Where two values are the same in the type of the first ones."""
+    unlike = np.zeros(len(one), dtype=np.bool_)
+    kind = one.type()
+    if kind is None or kind.is_struct or isinstance(kind, ListType | MapType):
+        return unlike
+    schema = Schema(NestedField(field_id=1, name=name, field_type=kind, required=False))
+    arrow = arrow_schema(schema).field(0).type
+    try:
+        first, second = (field.cast(name, kind, arrow) for field in (one, other))
+    except SchemaRejected:
+        return unlike
+    if isinstance(arrow, pa.BaseExtensionType):
+        first, second = first.cast(arrow.storage_type), second.cast(arrow.storage_type)
+    return np.asarray(pc.fill_null(pc.equal(first, second), False).to_numpy(zero_copy_only=False))
 
 
 def _told(keys: Field, options: ValueOptions) -> dict[str, _Told]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from icestream.change import OP, SEQ
+from icestream.change import AT, OP, SEQ
 from icestream.sources.completion import Completion, places_among
 from icestream.sources.kafka.consumer import Range
 from icestream.sources.kafka.rows import Indices, Mask, Records
@@ -64,7 +64,7 @@ class HeldBack:
         """All that is held, with the other changes of their keys."""
         held = pa.concat_tables([each.changes for each in self._held], promote_options="permissive")
         names = {name for each in self._held for name in each.withheld} & {*held.column_names}
-        wanted = [OP, SEQ, *self._key, *sorted(names - {*self._key})]
+        wanted = [OP, AT, SEQ, *self._key, *sorted(names - {*self._key})]
         keys = held.select(self._key)
         others = [
             each.take(pa.array(places_among(each, keys, self._key))).select(
@@ -73,8 +73,8 @@ class HeldBack:
             for each in self._seen
         ]
         together = pa.concat_tables([*others, held.select(wanted)], promote_options="permissive")
-        sequence = together.column(SEQ).combine_chunks().to_numpy()
-        order = np.argsort(sequence, kind="stable")
+        at, sequence = (together.column(c).combine_chunks().to_numpy() for c in (AT, SEQ))
+        order = np.lexsort((sequence, at))
         first = together.num_rows - held.num_rows
         unsent = {name: np.zeros(together.num_rows, dtype=np.bool_) for name in names}
         for name, mask in unsent.items():

@@ -4,7 +4,7 @@ A name holds the topic's id, so that a topic that was deleted and created anew, 
 from zero again, is never taken for the old one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from icestream.errors import HistoryLost
 from icestream.sources.kafka.client import Topic
@@ -50,11 +50,22 @@ def refuse_lost(topic: str, number: int, offset: int, bounds: tuple[int, int]) -
         )
 
 
-def balanced(ranges: Sequence[Range], groups: int) -> list[list[Range]]:
-    """The ranges in at most so many groups of about the same number of records."""
-    filled: list[tuple[int, list[Range]]] = [(0, []) for _ in range(min(groups, len(ranges)))]
-    for each in sorted(ranges, key=lambda r: (r.start - r.end, r.topic, r.partition)):
+def balanced(
+    ranges: Sequence[Range], groups: int, together: Collection[str] = ()
+) -> list[list[Range]]:
+    """The ranges in at most so many groups of about the same number of records.
+
+    Ranges of a topic in `together` come into one group.
+    """
+    units = [[each] for each in ranges if each.topic not in together]
+    units += [found for t in together if (found := [each for each in ranges if each.topic == t])]
+    filled: list[tuple[int, list[Range]]] = [(0, []) for _ in range(min(groups, len(units)))]
+    for unit in sorted(units, key=lambda u: (-_rows(u), u[0].topic, u[0].partition)):
         lightest = min(range(len(filled)), key=lambda number: filled[number][0])
         rows, group = filled[lightest]
-        filled[lightest] = (rows + each.end - each.start, [*group, each])
+        filled[lightest] = (rows + _rows(unit), [*group, *unit])
     return [group for _, group in filled]
+
+
+def _rows(ranges: Sequence[Range]) -> int:
+    return sum(each.end - each.start for each in ranges)

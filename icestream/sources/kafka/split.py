@@ -108,13 +108,17 @@ class Reading:
 
 @dataclass(slots=True, kw_only=True)
 class KafkaSplit:
-    """Some ranges, each of another partition; records at offsets in `skipped` are left out."""
+    """Some ranges, each of another partition; records at offsets in `skipped` are left out.
+
+    With `by_time` a key may be in several of them: its changes are in the order of time.
+    """
 
     ranges: Sequence[Range]
     reading: Reading
     tables: Collection[str]
     bytes_max: int
     skipped: Mapping[Partition, Indices] = field(default_factory=dict)
+    by_time: bool = False
     each_key_once: bool = False
     reads: list[RangeRead] = field(default_factory=list)
     stored: Mapping[str, pa.Table | None] = field(default_factory=dict, repr=False)
@@ -128,6 +132,7 @@ class KafkaSplit:
         """The changes of every table, batch by batch; see `Split.changes`."""
         self.reads = []
         tables = TableChanges(self.reading, targets, self.stored)
+        tables.by_time |= self.by_time
         for each in self.ranges:
             rows = size = 0
             newest = -1
@@ -187,7 +192,7 @@ class TableChanges:
 
     With `only` no other tables are looked at, and in them only changes that it chooses. Records
     that cannot be taken are passed over then: they are dead letters already. `letters_of` names the
-    table of a table's letters.
+    table of a table's letters. With `by_time` times order the changes of a key, else offsets.
     """
 
     def __init__(
@@ -200,6 +205,7 @@ class TableChanges:
         self._held: dict[str, HeldBack] = {}
         self.only: Mapping[str, Callable[[pa.Table], Mask]] | None = None
         self.letters_of = dead_letters.table_of
+        self.by_time = not reading.keyed
         self.missing: dict[str, TableShape] = {}
         self.gaps: dict[str, Sequence[Column]] = {}
         self._news: frozenset[tuple[str, str, str]] = frozenset()
@@ -288,7 +294,7 @@ class TableChanges:
         reasons = {int(rows.records[n]): reason for n, reason in found.rejected.items()}
         yield from self._letters(table, where, records, reasons)
         offsets = records.offsets[places]
-        order = (offsets, offsets) if self._reading.keyed else (at[places], offsets)
+        order = (at[places], offsets) if self.by_time else (offsets, offsets)
         batch, withheld = ordered(found.batch, *order), found.withheld
         if self.only is not None:
             chosen = self.only[table](batch)

@@ -259,6 +259,43 @@ def test_columns_of_the_key_may_be_named_by_the_option():
     rejected(decoded, (1, "no key"), (2, "no key"))
 
 
+@pytest.mark.parametrize("key", [{"id": 21}, {"id": "x"}, {"id": None}, {"id": True}])
+@pytest.mark.parametrize(
+    ("options", "value"),
+    [
+        (ValueOptions(envelope="upsert"), {"id": 22, "v": 1}),
+        (ValueOptions(envelope="upsert", key=["id"]), {"id": 22, "v": 1}),
+        (ValueOptions(envelope="cdc_field", cdc_field="op"), {"id": 22, "op": "U"}),
+        (ValueOptions(envelope="debezium"), event("c", None, {"id": 22, "v": 1})),
+        (ValueOptions(envelope="debezium"), event("d", {"id": 22, "v": 1}, None)),
+    ],
+    ids=["upsert", "named key", "field", "debezium", "debezium delete"],
+)
+def test_a_key_that_its_value_contradicts_is_rejected(options, value, key):
+    """K3, Mend b10: nobody knows which of the two is meant, so the record is not taken."""
+    found = decode(records(({"id": 22}, value), (key, value)), options)
+    assert [record for record, _, _ in shown(found)] == [0]
+    rejected(found, (1, "key and its value do not agree about column id"))
+
+
+def test_a_value_without_the_id_that_its_key_has_is_no_contradiction():
+    """K3: but one that says null is."""
+    pairs = [({"id": 1}, {"v": 1}), ({"id": 2}, {"id": None, "v": 1}), ({"id": 3}, None)]
+    found = decode(records(*pairs), ValueOptions(envelope="upsert"))
+    assert [row["id"] for _, _, row in shown(found)] == ["1", "3"]
+    rejected(found, (1, "do not agree about column id"))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [(b"21", 21), (b'"21"', 21), (b"21.0", 21), (b"2.1e1", 21), (b"1.50", "1.5")]
+)
+def test_two_spellings_of_a_key_are_the_same(key, value):
+    """K3: what the table cannot tell apart does not contradict."""
+    options = ValueOptions(envelope="upsert", key=["id"])
+    found = decode(records((key, {"id": value, "v": 1})), options)
+    assert len(shown(found)) == 1 and not found.rejected
+
+
 def test_keys_of_several_shapes_are_told_apart():
     """K3, K4: records of a topic may belong to tables with different keys."""
     odd = ({"id": 1, "x": 2}, None)
@@ -508,7 +545,9 @@ def test_values_not_sent_are_known_by_column_and_change():
     """K3: the stand-in is an option of Debezium's."""
     options = ValueOptions(envelope="debezium", unavailable_value="(unknown)")
     rows = [{"id": 1, "a": UNAVAILABLE_VALUE}, {"id": 2, "a": "x"}]
-    decoded = decode(records(*(({"id": 1}, event("u", None, row)) for row in rows)), options)
+    decoded = decode(
+        records(*(({"id": row["id"]}, event("u", None, row)) for row in rows)), options
+    )
     found = withheld(decoded.rows, UNAVAILABLE_VALUE)
     assert {name: mask.tolist() for name, mask in found.items()} == {"a": [True, False]}
 

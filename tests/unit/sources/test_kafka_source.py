@@ -160,17 +160,31 @@ def test_a_first_epoch_that_is_read_again_begins_where_it_began(cluster):
     assert ranges(source().splits(epoch(START, upper))) == [(0, 5, 10)]
 
 
-def test_latest_holds_for_the_first_start_alone(cluster):
-    """K1: a partition that appears later is read from its beginning."""
+def test_latest_begins_where_the_first_start_found_the_ends(cluster):
+    """K10, Mend b8: what comes after the start is read, however often the source is asked."""
     one = source(start="latest")
-    assert one.available(START) == []
+    (begun,) = one.available(START)
+    assert offsets(begun) == {"0": 10, "1": 10}
+    assert one.splits(epoch(START, begun)) == []
+    assert one.milestone(epoch(START, begun))
     cluster.ends["t", 0] = (0, 12)
-    again = source(start="latest")
-    assert again.available(START) == []
+    # Nothing was made durable, and what was not is given up.
+    again, later = one.available(START)
+    assert again == begun
+    assert ranges(one.splits(epoch(again, later))) == [(0, 10, 12)]
+    assert not one.milestone(epoch(again, later))
+    (resumed,) = source(start="latest").available(begun)
+    assert offsets(resumed) == {"0": 12, "1": 10}
+
+
+def test_a_partition_that_appears_later_is_read_from_its_beginning(cluster):
+    """K1, K10: `start: latest` is for those that are there at the first start."""
+    one = source(start="latest")
     known = Frontier({"t 0 one": (10, 10)})
     cluster.ends["t", 1] = (0, 3)
-    (upper,) = again.available(known)
-    assert ranges(again.splits(epoch(known, upper))) == [(0, 10, 12), (1, 0, 3)]
+    cluster.ends["t", 0] = (0, 12)
+    (upper,) = one.available(known)
+    assert ranges(one.splits(epoch(known, upper))) == [(0, 10, 12), (1, 0, 3)]
 
 
 @pytest.mark.parametrize(

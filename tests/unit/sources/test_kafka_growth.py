@@ -1,0 +1,216 @@
+"""Topics that are given more partitions are read in the order of time around it."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from icestream.frontier import START, Frontier
+from icestream.sources import kafka
+from icestream.sources.kafka import KafkaSource
+from icestream.sources.kafka.client import Topic
+from icestream.sources.kafka.consumer import PartitionStalled
+from icestream.sources.kafka.envelope import ValueOptions
+from icestream.sources.kafka.growth import GRACE_MS, end_of_unknown, span_of
+from icestream.sources.kafka.split import RangesTooLarge
+from tests.unit.sources.test_kafka_source import FakeCluster, epoch, ranges, source
+
+TOPIC = "t"
+NOW = 1_700_000_000_000
+
+
+class TimedCluster(FakeCluster):
+    """A cluster that knows the timestamps of its records."""
+
+    def __init__(self, partitions: int):
+        super().__init__()
+        self.log: dict[tuple[str, int], list[int]] = {}
+        self.grow(partitions)
+
+    def grow(self, partitions: int) -> None:
+        for number in range(partitions):
+            self.log.setdefault((TOPIC, number), [])
+        self._count()
+
+    def write(self, at: int, partition: int) -> None:
+        self.log[TOPIC, partition].append(at)
+        self._count()
+
+    def _count(self) -> None:
+        self.ends = {place: (0, len(times)) for place, times in self.log.items()}
+
+    def offsets_at(self, partitions, milliseconds):
+        found = {}
+        for place in partitions:
+            later = ((n, at) for n, at in enumerate(self.log[place]) if at >= milliseconds)
+            found[place] = next(later, (-1, -1))
+        return found
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The time in milliseconds, as a list of one number."""
+    now = [NOW]
+    # Ten minutes are waited for in no test.
+    monkeypatch.setattr(kafka, "_milliseconds", lambda: now[0])
+    monkeypatch.setattr(kafka, "SETTLE_SECONDS", 0)
+    return now
+
+
+@pytest.fixture
+def cluster(monkeypatch):
+    cluster = TimedCluster(2)
+    # A real one is asked in the integration tests; here its answers are chosen.
+    monkeypatch.setattr(kafka, "Cluster", lambda settings: cluster)
+    return cluster
+
+
+def upserting(**options) -> KafkaSource:
+    one = source(**options)
+    one._reading = replace(one._reading, value=ValueOptions(envelope="upsert"))
+    return one
+
+
+def read_all(one: KafkaSource, cluster: TimedCluster, lower: Frontier):
+    """Epochs as lists of (time, partition), each with whether one split reads all of it."""
+    found = []
+    while uppers := one.available(lower):
+        for upper in uppers:
+            splits = one.splits(epoch(lower, upper))
+            places = [
+                (cluster.log[TOPIC, number][offset], number)
+                for number, start, end in ranges(splits)
+                for offset in range(start, end)
+            ]
+            found.append((places, len(splits) == 1 and splits[0].by_time))
+            lower = upper
+    return found, lower
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("keyed", [True, False])
+def test_older_records_never_come_in_a_later_epoch(cluster, clock, seed, keyed):
+    """K10, Mend b9: whatever was written to how many partitions; each record comes once."""
+    generator = random.Random(seed)
+    at = NOW - 3_600_000
+    for partitions in (2, 5, 9):
+        cluster.grow(partitions)
+        for _ in range(generator.randrange(20, 200)):
+            at += generator.choice([0, 0, 1, 1, 50, 4000])
+            cluster.write(at, generator.randrange(partitions))
+    one = upserting(rows=generator.choice([7, 40, 1000]), workers=2, keyed=keyed)
+    epochs, lower = read_all(one, cluster, START)
+    assert sum(len(places) for places, _ in epochs) == sum(map(len, cluster.log.values()))
+    assert one.caught_up(lower)
+    span = span_of(lower, Topic(name=TOPIC, id="one", partitions=9))
+    newest = NOW - 3_600_000
+    for places, together in epochs:
+        if span is None or min(places)[0] < span.until:
+            assert min(places)[0] >= newest
+            newest = max(places)[0]
+            assert together or not keyed
+    if span is not None:
+        firsts = [times[0] for times in cluster.log.values() if times]
+        assert span.until >= max(firsts)
+
+
+def test_a_growth_that_is_seen_is_remembered_until_producers_know_of_it(cluster, clock):
+    """K10: a restart reads as the run before it did, and after the grace all is as it was."""
+    for number in range(10):
+        cluster.write(NOW - 50_000 + number, number % 2)
+    clock[0] += 100_000
+    _, lower = read_all(upserting(), cluster, START)
+    cluster.write(clock[0], 0)
+    ((_, together),), lower = read_all(upserting(), cluster, lower)
+    assert not together
+    cluster.grow(4)
+    cluster.write(clock[0], 0)
+    cluster.write(clock[0] + 1, 3)
+    clock[0] += 2
+    ((places, together),), lower = read_all(upserting(), cluster, lower)
+    assert together and len(places) == 2
+    until = clock[0] + GRACE_MS
+    span = span_of(lower, Topic(name=TOPIC, id="one", partitions=4))
+    assert (span.until, span.grown, span.passed) == (until, True, False)
+    clock[0] = until - 10
+    cluster.write(clock[0], 1)
+    ((_, together),), lower = read_all(upserting(), cluster, lower)
+    assert together, "a restart within the grace"
+    clock[0] = until + 5000
+    cluster.write(until - 1, 2)
+    cluster.write(until + 1, 2)
+    ((_, together),), lower = read_all(upserting(), cluster, lower)
+    assert together
+    cluster.write(until + 2, 2)
+    cluster.write(until + 2, 1)
+    ((_, together),), lower = read_all(upserting(), cluster, lower)
+    assert not together
+
+
+def test_a_partition_that_stalls_holds_its_topic_while_keys_move(cluster, clock):
+    """K9, K10: what it has may be older than what the others have."""
+    cluster.write(NOW - 9, 0)
+    cluster.write(NOW - 8, 1)
+    _, lower = read_all(upserting(), cluster, START)
+    cluster.grow(3)
+    cluster.write(NOW, 0)
+    cluster.write(NOW + 1, 2)
+    one = upserting()
+    assert len(one.available(lower)) == 1
+    one.give_up(PartitionStalled(TOPIC, 0))
+    assert one.available(lower) == []
+    assert "partition 0" in str(one.trouble())
+
+
+def test_records_that_are_too_large_together_are_still_cut_at_a_time(cluster, clock):
+    """E9, K10: an epoch becomes smaller, and no key goes back."""
+    for number in range(64):
+        cluster.write(NOW - 1000 + number, number % 2)
+    one = upserting(rows=128, workers=2)
+    assert len(one.available(START)) == 1
+    one.give_up(RangesTooLarge({(TOPIC, 0): 20, (TOPIC, 1): 0}))
+    epochs, _ = read_all(one, cluster, START)
+    assert len(epochs) > 1
+    times = [at for places, _ in epochs for at, _ in sorted(places)]
+    assert times == sorted(times)
+
+
+def test_a_table_that_is_read_again_keeps_to_what_the_others_know(cluster, clock):
+    """E6, K10: its epochs lie within the frontier of the others."""
+    for number in range(100):
+        cluster.write(NOW - 1000 + number, number % 2)
+    _, lower = read_all(upserting(rows=20), cluster, START)
+    cluster.grow(4)
+    for number in range(100):
+        cluster.write(NOW + number, number % 4)
+    clock[0] = NOW + 200
+    _, durable = read_all(upserting(rows=20), cluster, lower)
+    clock[0] += 3 * GRACE_MS
+    again = upserting(rows=20)
+    again.catch_up("t", START, durable)
+    at, epochs = START, 0
+    while at != durable:
+        ahead = [upper for upper in again.available(at) if durable.covers(upper)]
+        # What no bound covers is taken in one epoch; it is no more than one.
+        upper = ahead[0] if ahead else durable
+        splits = again.splits(epoch(at, upper))
+        assert sum(end - start for _, start, end in ranges(splits)) <= 20
+        assert len(splits) == 1 and splits[0].by_time
+        at, epochs = upper, epochs + 1
+    assert epochs > 5
+
+
+@pytest.mark.parametrize(
+    ("firsts", "until"),
+    [
+        ({0: 100, 1: 100}, 100),
+        ({0: 100, 1: 5000}, 9900),
+        ({0: 100, 1: 10**10}, 10**10 + GRACE_MS),
+        ({0: 100, 1: -1}, 2 * NOW - 100 if NOW < GRACE_MS else NOW + GRACE_MS),
+        ({0: -1, 1: -1}, NOW),
+    ],
+    ids=["at once", "soon", "later", "no record", "no records"],
+)
+def test_a_topic_may_have_grown_until_each_partition_has_a_record(firsts, until):
+    """K10: and producers learn of it late."""
+    assert end_of_unknown(firsts, NOW) == until
