@@ -41,7 +41,13 @@ from icestream.errors import (
     check,
 )
 from icestream.frontier import Frontier
-from icestream.schema import Column, TableShape, joined_columns, joined_shapes
+from icestream.schema import (
+    Column,
+    TableShape,
+    distinct_columns,
+    joined_columns,
+    joined_shapes,
+)
 from icestream.sinks import Committed, Sink, StaleWrite, Writer, Written
 from icestream.sources import (
     LettersTried,
@@ -535,7 +541,8 @@ class Pipeline:
                 shapes = joined_shapes(shapes, lack.shapes)
             found = lack.gaps if isinstance(lack, TablesUnready) else {lack.table: lack.columns}
             for table, columns in found.items():
-                gaps[table] = joined_columns(gaps.get(table, ()), columns)
+                # Of names that readers do not tell apart the first is added, others are refused.
+                gaps[table] = distinct_columns(joined_columns(gaps.get(table, ()), columns))
         for table, columns in gaps.items():
             with self._tables_lock:
                 self._retry(partial(self._sink.evolve, table, columns))

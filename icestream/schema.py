@@ -133,8 +133,88 @@ def parse_type(text: str) -> IcebergType:
         ) from error
 
 
-def new_schema(shape: TableShape) -> Schema:
-    """The Iceberg schema for a table that is created from its source."""
+class Names:
+    """The full names of all fields, as readers tell them apart: the case of letters does not count.
+
+    A dot joins the name of a field to that of the column that it lies in.
+    """
+
+    def __init__(self, fields: Iterable[NestedField] = ()):
+        self._known: dict[str, str] = {}
+        for field in fields:
+            self.add(Column(name=field.name, type=field.field_type))
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def copy(self) -> "Names":
+        """The same names, to be tried with others."""
+        names = Names()
+        names._known = dict(self._known)
+        return names
+
+    def clash(self, column: Column, inside: str = "") -> tuple[str, str] | None:
+        """A name of the column or of a field in it that is taken, and the name that takes it."""
+        own: dict[str, str] = {}
+        for name in _full_names(column.name, column.type, inside):
+            other = self._known.get(name.lower(), own.get(name.lower()))
+            if other is not None:
+                return name, other
+            own[name.lower()] = name
+        return None
+
+    def add(self, column: Column, inside: str = "") -> None:
+        """Take the names of the column and of all fields in it."""
+        for name in _full_names(column.name, column.type, inside):
+            self._known.setdefault(name.lower(), name)
+
+
+def _full_names(name: str, kind: IcebergType, inside: str = "") -> Iterator[str]:
+    whole = f"{inside}.{name}" if inside else name
+    yield whole
+    for field in _fields_inside(kind):
+        yield from _full_names(field.name, field.field_type, whole)
+
+
+def field_count(column: Column) -> int:
+    """How many fields a column adds to its table: itself and those inside of it."""
+    return sum(1 for _ in _full_names(column.name, column.type))
+
+
+def distinct_columns(columns: Iterable[Column], fields_max: int | None = None) -> list[Column]:
+    """The columns whose names readers can tell apart; of two that they cannot, the first.
+
+    No more than have `fields_max` fields together.
+    """
+    names, found = Names(), []
+    for column in columns:
+        room = fields_max is None or len(names) + field_count(column) <= fields_max
+        if room and names.clash(column) is None:
+            names.add(column)
+            found.append(column)
+    return found
+
+
+def clashing(table: str, names: tuple[str, str]) -> SchemaRejected:
+    """The error for two names that readers do not tell apart."""
+    new, known = names
+    return SchemaRejected(
+        f"columns {known} and {new} of table {table} cannot be told apart",
+        detail="Readers do not mind the case of letters, and a dot joins a column to its field.",
+        hint="Rename one of the two at the source, or leave it out.",
+    )
+
+
+def new_schema(shape: TableShape, table: str = "") -> Schema:
+    """The Iceberg schema for a table that is created from its source.
+
+    Raises `SchemaRejected` for names that readers do not tell apart.
+    """
+    names = Names()
+    for column in shape.columns:
+        if taken := names.clash(column):
+            raise clashing(table, taken)
+        names.add(column)
     key = set(shape.key)
     fields = [
         NestedField(
@@ -211,7 +291,19 @@ def evolution(
             steps += _field_steps(field, column, fixed, table)
         elif not column.absent:
             steps.append(Step(change=Change.ADD, field_id=None, column=column))
+    _refuse_clashes(schema, steps, table)
     return steps
+
+
+def _refuse_clashes(schema: Schema, steps: Sequence[Step], table: str) -> None:
+    """Raise `SchemaRejected` for an addition whose name readers take for that of another field."""
+    added = [step for step in steps if step.change is Change.ADD]
+    names = Names(schema.fields if added else ())
+    for step in added:
+        inside = "" if step.field_id is None else schema.find_column_name(step.field_id) or ""
+        if taken := names.clash(step.column, inside):
+            raise clashing(table, taken)
+        names.add(step.column, inside)
 
 
 def grown(shape: TableShape, columns: Sequence[Column], table: str) -> TableShape:

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from icestream.sources.compiled import (
     WORD_BYTES,
@@ -87,6 +88,10 @@ class MalformedJson(ValueError):
 
     def __str__(self) -> str:
         return f"{self.reason} in row {self.row} at byte {self.offset}"
+
+
+class TooWide(MalformedJson):
+    """There are more distinct names, or elements, than may be; `row` is the first that has them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -303,17 +308,42 @@ def _empty_spans(rows: int) -> Spans:
     return np.zeros(rows, np.uint8), np.zeros(rows, np.int32), np.zeros(rows, np.int32)
 
 
-def members(cells: Cells) -> dict[str, Cells]:
+def members(cells: Cells, names_max: int = WIDTH_MAX) -> dict[str, Cells]:
     """The members of object cells by name, names in the order first seen, last duplicate wins.
 
-    Rows without the member, and rows that are null or missing themselves, are `MISSING`.
+    Rows without the member, and rows that are null or missing themselves, are `MISSING`. Raises
+    `TooWide` when there are more names than so many.
     """
-    names, columns = _split(cells, Kind.OBJECT)
+    names, columns = _split(cells, Kind.OBJECT, names_max)
     found: dict[str, Cells] = {}
     for name, column in zip(names.text().to_pylist(), columns, strict=True):
         # The kernel tells names apart as written; escapes can spell one name in several ways.
         found[name] = _latest(found[name], column) if name in found else column
     return found
+
+
+def crowded(cells: Cells, names_max: int) -> npt.NDArray[np.bool_]:
+    """The rows to leave out, so that the objects of all others have at most so many names.
+
+    Rows that have more by themselves, and then those that bring a name after so many others.
+    """
+    spans, offsets = (cells.kinds, cells.starts, cells.ends), np.zeros(len(cells) + 1, np.int32)
+    nothing = _empty_spans(0)
+    _flatten(cells.data, spans, int(Kind.OBJECT), offsets, nothing, nothing)
+    left_out: npt.NDArray[np.bool_] = np.diff(offsets) > names_max
+    left = cells.where(~left_out, cells.only())
+    try:
+        members(left, names_max)
+    except TooWide as error:
+        before, rest = (
+            left.take(np.arange(*ends)) for ends in ((error.row,), (error.row, len(left)))
+        )
+        known = pa.array(list(members(before, names_max)), pa.string())
+        starts, names, _ = entries(rest)
+        new = ~pc.is_in(names.text(), value_set=known).to_numpy(zero_copy_only=False)
+        count = np.concatenate([[0], np.cumsum(new)])
+        left_out[error.row :] |= count[starts[1:]] > count[starts[:-1]]
+    return left_out
 
 
 def elements(cells: Cells) -> list[Cells]:
@@ -325,11 +355,11 @@ def elements(cells: Cells) -> list[Cells]:
     return columns
 
 
-def _split(cells: Cells, container: Kind) -> tuple[Cells, list[Cells]]:
+def _split(cells: Cells, container: Kind, width_max: int = WIDTH_MAX) -> tuple[Cells, list[Cells]]:
     """The cells of each column of these containers, and the names of the columns as cells."""
     rows = len(cells)
     spans = (cells.kinds, cells.starts, cells.ends)
-    width = 16
+    width = min(16, width_max)
     while True:
         names = np.zeros((width + 1, 3), dtype=np.int64)
         # Pages of zeros cost nothing until the kernel writes to them, so width can be generous.
@@ -339,9 +369,11 @@ def _split(cells: Cells, container: Kind) -> tuple[Cells, list[Cells]]:
             np.zeros((width, rows), dtype=np.int32),
         )
         code, row, offset, count = _cut(cells.data, spans, int(container), names, parts)
-        if code != _TOO_WIDE or width >= WIDTH_MAX:
+        if code != _TOO_WIDE or width >= width_max:
             break
-        width *= 2
+        width = min(2 * width, width_max)
+    if code == _TOO_WIDE:
+        raise TooWide(f"more than {width_max} distinct member names or elements", row, offset)
     if code == _UNFIT:
         article = "an object" if container is Kind.OBJECT else "an array"
         raise MalformedJson(f"expected {article}", row, offset)
@@ -431,7 +463,6 @@ _REASONS = {
     _SURROGATE: "unmatched surrogate in a string",
     _NUMBER: "invalid number",
     _TOO_DEEP: f"more than {DEPTH_MAX} levels of nesting",
-    _TOO_WIDE: f"more than {WIDTH_MAX} distinct member names or elements",
 }
 _TEXT_REASONS = _REASONS | {
     _ENDED: "text ends inside a value",

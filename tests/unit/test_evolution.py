@@ -338,3 +338,48 @@ def test_a_new_tables_inner_fields_get_ids_of_their_own() -> None:
     schema = new_schema(shape)
     assert len(schema._lazy_id_to_name) == 5
     assert [schema.find_column_name(number) for number in schema.identifier_field_ids] == ["id"]
+
+
+CLASHES = [
+    ([("v", LongType()), ("V", LongType())], "v and V"),
+    ([("a.b", LongType()), ("a", struct(field(1, "b", LongType())))], "a.b and a.b"),
+    ([("s", struct(field(1, "x", LongType()), field(2, "X", LongType())))], "s.x and s.X"),
+    ([("l", list_of(struct(field(1, "x", LongType()), field(2, "X", LongType()))))], "element.X"),
+]
+
+
+@pytest.mark.parametrize(("columns", "words"), CLASHES)
+def test_names_that_readers_do_not_tell_apart_make_no_table(columns, words):
+    """I10, Mend a5: Spark cannot read such a table at all, whatever source has the columns."""
+    wanted = [Column(name=name, type=kind) for name, kind in columns]
+    with pytest.raises(SchemaRejected, match="cannot be told apart") as caught:
+        new_schema(TableShape(columns=wanted, key=[]), "shop.orders")
+    assert words in str(caught.value) and "shop.orders" in str(caught.value)
+    # The way out that the hint names.
+    assert new_schema(TableShape(columns=wanted[:1], key=[])) if len(wanted) > 1 else True
+
+
+@pytest.mark.parametrize(
+    ("have", "want"),
+    [
+        (field(1, "v", LongType()), Column(name="V", type=LongType())),
+        (
+            field(1, "s", struct(field(2, "x", LongType()))),
+            Column(name="s", type=struct(field(1, "X", LongType()))),
+        ),
+        (
+            field(1, "a", struct(field(2, "b", LongType()))),
+            Column(name="A.B", type=LongType()),
+        ),
+    ],
+)
+def test_no_column_is_added_that_readers_take_for_another(have, want):
+    """I10, I11, Mend a5: at any depth."""
+    with pytest.raises(SchemaRejected, match="cannot be told apart"):
+        evolution(table(have), [want], (), "shop.orders")
+
+
+def test_a_table_that_has_such_names_already_is_left_as_it_is():
+    """I10: it was made by someone who knows how to read it."""
+    schema = table(field(1, "v", LongType()), field(2, "V", LongType()))
+    assert steps(schema, Column(name="w", type=LongType())) == [(Change.ADD, None, "w", LongType())]

@@ -723,7 +723,7 @@ class IcebergSink:
             OWNER_PROPERTY: Owner(pipeline=self._pipeline, table=table).to_text(),
         }
         new = NewTable(
-            schema_json=new_schema(shape).model_dump_json(),
+            schema_json=new_schema(shape, str(self.table_name(table))).model_dump_json(),
             partition_by=options.partition_by,
             sort_by=options.sort_by,
             properties={str(name): str(value) for name, value in properties.items()},

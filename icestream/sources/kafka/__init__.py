@@ -31,7 +31,7 @@ from icestream.epoch import Epoch
 from icestream.errors import ConfigInvalid, DataRejected, HistoryLost, IcestreamError
 from icestream.frontier import Frontier, Position
 from icestream.names import TableNames
-from icestream.schema import TableShape, joined_shapes
+from icestream.schema import TableShape, distinct_columns, joined_shapes
 from icestream.sources import LettersTried, Part, Source, SplitsLost
 from icestream.sources.kafka.changes import no_key
 from icestream.sources.kafka.client import Cluster, Topic
@@ -165,6 +165,14 @@ class KafkaOptions:
             )
         _refuse_unknown("start", self.start, (EARLIEST, LATEST))
         _refuse_unknown("on_recreated", self.on_recreated, (STOP, GO_ON))
+        for table, columns in self.columns.items():
+            lower = Counter(name.lower() for name in columns)
+            if alike := [name for name in columns if lower[name.lower()] > 1]:
+                raise ConfigInvalid(
+                    f"columns {' and '.join(alike)} of table {table} cannot be told apart",
+                    detail="Readers do not mind the case of letters.",
+                    hint="Declare one of them.",
+                )
         try:
             re.compile(self.topic_pattern)
         except re.error as error:
@@ -243,7 +251,13 @@ class KafkaSource(Source):
     def meet(self, shapes: Mapping[str, TableShape]) -> None:
         """Remember tables that records were found for; rows that change need a key."""
         with self._lock:
-            self._shapes = joined_shapes(self._shapes, shapes)
+            joined = joined_shapes(self._shapes, shapes)
+            limit = self._reading.value.columns_max
+            # Workers do not know of each other's columns: what clashes is refused later.
+            self._shapes = {
+                table: replace(shape, columns=distinct_columns(shape.columns, limit))
+                for table, shape in joined.items()
+            }
             self._found = {*self._found, *shapes}
         for table in shapes:
             letters = table.endswith(dead_letters.SUFFIX)

@@ -128,6 +128,10 @@ class ArrowField:
             found[places] = same.to_numpy(zero_copy_only=False)
         return found
 
+    def slim(self, names_max: int) -> tuple["ArrowField", Mask]:
+        """The field as it is: no record has names of its own."""
+        return self, np.zeros(len(self), dtype=np.bool_)
+
     def members(self) -> Mapping[str, "ArrowField"]:
         """The fields of a record by name; none for what is not a record."""
         if not pa.types.is_struct(self.array.type) or not isinstance(self.kind, StructType):

@@ -17,6 +17,7 @@ from icestream.change import AT, OP, SEQ, Op
 from icestream.errors import ConfigInvalid, SchemaRejected
 from icestream.schema import (
     Column,
+    Names,
     SchemaGap,
     TableShape,
     arrow_schema,
@@ -25,6 +26,9 @@ from icestream.schema import (
 )
 from icestream.sources.kafka.envelope import WHOLE_ROWS
 from icestream.sources.kafka.rows import Field, Indices, Mask, Rows
+
+# So often rows are looked at that bring columns; what is left then brings too many.
+ADMISSIONS_MAX = 2_000
 
 Reasons = Mapping[int, str]
 """Why rows cannot be taken, by their places."""
@@ -53,8 +57,10 @@ class TableRows:
         schema_json: str,
         key: Sequence[str],
         declared: Mapping[str, IcebergType],
+        columns_max: int,
     ):
         self._table = table
+        self._columns_max = columns_max
         self._schema: Schema = schema_from_json(schema_json)
         self._kinds = {field.name: field.field_type for field in self._schema.fields}
         self._arrow = arrow_schema(self._schema)
@@ -89,10 +95,13 @@ class TableRows:
         columns: dict[str, pa.Array] = {}
         rejected: dict[int, str] = {}
         lacking: list[Column] = []
+        new = {name: each for name, each in rows.columns.items() if name not in self._kinds}
+        if new:
+            names = Names(self._schema.fields)
+            found = Admission(names, self._columns_max, self._declared).of(new)
+            lacking, rejected = found.columns, found.rejected
         for name, field in rows.columns.items():
-            if name not in self._kinds:
-                kind = self._declared.get(name) or field.type()
-                lacking += [Column(name=name, type=kind)] if kind is not None else []
+            if name in new:
                 continue
             try:
                 columns[name] = field.cast(name, self._kinds[name], self._arrow.field(name).type)
@@ -155,11 +164,103 @@ class TableRows:
             raise SchemaGap(self._table, lost)
 
 
-def shape_of(rows: Rows, key: Sequence[str], declared: Mapping[str, IcebergType]) -> TableShape:
-    """How a table of these rows would be created."""
-    kinds = {name: declared.get(name) or field.type() for name, field in rows.columns.items()}
-    columns = [Column(name=name, type=kind) for name, kind in kinds.items() if kind is not None]
-    return TableShape(columns=columns, key=list(key))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admitted:
+    """Columns that a table may be given, and why rows that bring others cannot be taken."""
+
+    columns: list[Column]
+    rejected: dict[int, str]
+
+
+class Admission:
+    """Decides which new columns a table is given.
+
+    A row that brings a column whose name readers take for that of another, or columns that make the
+    table too wide, is rejected, and adds nothing. Rows count in their order.
+    """
+
+    def __init__(self, names: Names, columns_max: int, declared: Mapping[str, IcebergType]):
+        self._names = names
+        self._columns_max = columns_max
+        self._declared = declared
+        self._columns: list[Column] = []
+        self._rejected: dict[int, str] = {}
+
+    def of(self, fields: Mapping[str, Field]) -> Admitted:
+        """What becomes of columns, in their order, that the table does not have."""
+        kinds = {name: self._declared.get(name) or field.type() for name, field in fields.items()}
+        columns = {n: Column(name=n, type=kind) for n, kind in kinds.items() if kind is not None}
+        places = {name: np.flatnonzero(~fields[name].null()) for name in columns}
+        pending = {name: found for name, found in places.items() if len(found)}
+        for _ in range(ADMISSIONS_MAX):
+            pending = self._left(pending)
+            if not pending:
+                break
+            row = min(int(found[0]) for found in pending.values())
+            first = [name for name, found in pending.items() if found[0] == row]
+            group = [self._of_row(columns[name], fields[name], row) for name in first]
+            reason = self._refusal(group)
+            if reason is None:
+                self._take(group)
+                pending = {name: found for name, found in pending.items() if name not in first}
+                continue
+            self._rejected[row] = reason
+            for column in group:
+                # No row can have what the table itself does not let in.
+                if not Names().clash(column) and (why := self._refusal([column])):
+                    of_column = pending[column.name].tolist()
+                    self._rejected.update(dict.fromkeys(of_column, why))
+        for found in self._left(pending).values():
+            self._rejected.update(dict.fromkeys(found.tolist(), self._too_many()))
+        # Columns that a schema tells and no row has a value in.
+        for name in (name for name, found in places.items() if not len(found)):
+            if self._refusal([columns[name]]) is None:
+                self._take([columns[name]])
+        return Admitted(columns=self._columns, rejected=self._rejected)
+
+    def _left(self, pending: Mapping[str, Indices]) -> dict[str, Indices]:
+        """The rows that are not rejected yet, by the columns that they bring."""
+        if not self._rejected:
+            return dict(pending)
+        gone = np.fromiter(self._rejected, np.int64, len(self._rejected))
+        left = {name: found[~np.isin(found, gone)] for name, found in pending.items()}
+        return {name: found for name, found in left.items() if len(found)}
+
+    def _of_row(self, column: Column, field: Field, row: int) -> Column:
+        """The column as one row has it, where all rows together do not make one."""
+        if not Names().clash(column):
+            return column
+        kind = field.take(np.array([row])).type()
+        return Column(name=column.name, type=kind) if kind is not None else column
+
+    def _refusal(self, columns: Sequence[Column]) -> str | None:
+        """Why a table cannot have these columns; None when it can."""
+        names = self._names.copy()
+        for column in columns:
+            if taken := names.clash(column):
+                return f"columns {taken[1]} and {taken[0]} cannot be told apart by their names"
+            names.add(column)
+        return self._too_many() if len(names) > self._columns_max else None
+
+    def _take(self, columns: Sequence[Column]) -> None:
+        for column in columns:
+            self._names.add(column)
+            self._columns.append(column)
+
+    def _too_many(self) -> str:
+        return (
+            "the record brings more columns than its table may have: "
+            f"`value.columns_max` is {self._columns_max}"
+        )
+
+
+def shape_of(
+    rows: Rows, key: Sequence[str], declared: Mapping[str, IcebergType], columns_max: int
+) -> tuple[TableShape, dict[int, str]]:
+    """How a table of these rows would be created, and which of them could not be taken."""
+    ordered = {n: rows.columns[n] for n in [*key, *rows.columns] if n in rows.columns}
+    found = Admission(Names(), columns_max, declared).of(ordered)
+    return TableShape(columns=found.columns, key=list(key)), found.rejected
 
 
 def not_stored(column: str) -> str:

@@ -23,7 +23,7 @@ from icestream.change import Op
 from icestream.errors import ConfigInvalid, SchemaRejected
 from icestream.schema import arrow_schema
 from icestream.sources.json_cells import Cells, Kind, invalid_utf8, values
-from icestream.sources.kafka.json_fields import JsonField, with_schemas
+from icestream.sources.kafka.json_fields import TOO_MANY_NAMES, JsonField, with_schemas
 from icestream.sources.kafka.rows import Decoded, Field, Indices, Mask, Records, Rows
 from icestream.sources.kafka.text_fields import TextField
 
@@ -40,6 +40,8 @@ USUAL_OPERATIONS = {
     **dict.fromkeys(("d", "delete"), "delete"),
 }
 # What Debezium sends in place of a value that the database did not tell.
+# Wider tables are slow for every reader; who has them knows it.
+COLUMNS_MAX = 1_000
 UNAVAILABLE_VALUE = "__debezium_unavailable_value"
 _NUMBER = r"^-?[0-9]{1,38}(\.[0-9]{1,30})?([eE][+-]?[0-9]{1,2})?$"
 _WIDE = pa.decimal256(76, 30)
@@ -86,6 +88,13 @@ class ValueOptions:
     key_format: str = field(
         default="", metadata={"doc": "How keys are written; as the values are by default."}
     )
+    columns_max: int = field(
+        default=COLUMNS_MAX,
+        metadata={
+            "doc": "Columns of a table at most, fields inside of columns included; a record that "
+            "would add more cannot be taken."
+        },
+    )
     unavailable_value: str = field(
         default=UNAVAILABLE_VALUE,
         metadata={"doc": "Debezium's `unavailable.value.placeholder`."},
@@ -102,6 +111,8 @@ class ValueOptions:
                 "plain text.",
             )
         _refuse_unknown("envelope", self.envelope, list(_ENVELOPES))
+        if self.columns_max < 1:
+            raise ConfigInvalid("`columns_max` of a topic's values must be at least 1")
         for meaning in self.operations.values():
             _refuse_unknown("operation", meaning, list(OPERATIONS))
         if (self.envelope == "cdc_field") != bool(self.cdc_field):
@@ -114,6 +125,10 @@ class ValueOptions:
                 f"plain text cannot be in the envelope {self.envelope}",
                 hint="Use `envelope: none`: each record is a row with the columns key and value.",
             )
+
+    def names_max(self) -> int:
+        """Different names in the objects of a batch at most; envelopes have names as well."""
+        return max(self.columns_max, COLUMNS_MAX)
 
     def keys_format(self) -> str:
         """How keys are written."""
@@ -181,6 +196,9 @@ def changes(values: Field, keys: Field, options: ValueOptions) -> Decoded:
     Keys that are missing or null are none. Places are those in the fields.
     """
     verdicts = _Verdicts(len(values))
+    values, crowded = values.slim(options.names_max())
+    keys, of_keys = keys.slim(options.names_max())
+    verdicts.reject(crowded | of_keys, TOO_MANY_NAMES)
     events = _ENVELOPES[options.envelope](values, options, verdicts)
     rows = _rows(events, keys, options, verdicts)
     if options.envelope == "debezium":
@@ -359,6 +377,8 @@ def _rows(events: _Events, keys: Field, options: ValueOptions, verdicts: _Verdic
     row, ops = events.row, events.ops
     if len(kept) < size:
         row, keys, ops = row.take(kept), keys.take(kept), ops[kept]
+    row, crowded = row.slim(options.names_max())
+    verdicts.reject(_everywhere(crowded, kept, size), TOO_MANY_NAMES)
     columns, present = _there(row)
     verdicts.reject(
         _everywhere(~present & (ops != Op.DELETE), kept, size), "the row is no object with columns"
@@ -515,7 +535,7 @@ def _json_fields(
     """Values and keys, taken out of Connect's pairs, and the records where one is broken."""
     if options.envelope == "none":
         cells, broken = values(records.values)
-        said, rejected = _understood(cells, broken, "value")
+        said, rejected = _understood(cells, broken, "value", options.names_max())
         return said, JsonField.untyped(cells.only()), rejected
     keys = _quoted(records.keys) if options.keys_format() == "string" else records.keys
     # Columns mix what keys and values say, so both must lie in one buffer.
@@ -525,15 +545,15 @@ def _json_fields(
     first, second = (cells.take(np.arange(start, start + size)) for start in (0, size))
     of_keys = {row: reason for row, reason in broken.items() if row < size}
     of_values = {row - size: reason for row, reason in broken.items() if row >= size}
-    key, rejected = _understood(first, of_keys, "key")
-    said, others = _understood(second, of_values, "value")
+    key, rejected = _understood(first, of_keys, "key", options.names_max())
+    said, others = _understood(second, of_values, "value", options.names_max())
     return said, _plain_or_named(key), {**rejected, **others}
 
 
 def _understood(
-    cells: Cells, broken: Mapping[int, str], what: str
+    cells: Cells, broken: Mapping[int, str], what: str, names_max: int
 ) -> tuple[JsonField, dict[int, str]]:
-    said, unknown = with_schemas(cells)
+    said, unknown = with_schemas(cells, names_max)
     rejected = {row: f"the record's {what} is not JSON: {why}" for row, why in broken.items()}
     return said, {**rejected, **{row: f"in the {what}: {why}" for row, why in unknown.items()}}
 

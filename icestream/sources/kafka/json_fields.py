@@ -8,7 +8,7 @@ schemas: each value knows its own, and a column is converted schema by schema.
 import itertools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import InvalidOperation
 
 import numpy as np
@@ -20,8 +20,11 @@ from pyiceberg.types import IcebergType, ListType, MapType, StructType
 from icestream.errors import Broken, SchemaRejected
 from icestream.schema import cast_text, united
 from icestream.sources.json_cells import (
+    WIDTH_MAX,
     Cells,
     Kind,
+    TooWide,
+    crowded,
     distinct,
     elements,
     entries,
@@ -36,6 +39,7 @@ Schemas = tuple[ConnectSchema | None, ...]
 Numbers = npt.NDArray[np.int32]
 # What a record says that Connect's converter wrote with its schema.
 SCHEMA, PAYLOAD = "schema", "payload"
+TOO_MANY_NAMES = "the record has more names than a table may have columns"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -101,6 +105,18 @@ class JsonField:
         """The parts of objects by name; missing where a value is no object or lacks the part."""
         found = self.parts or members(self.cells.only(Kind.OBJECT))
         return {name: self._member(name, cells) for name, cells in found.items()}
+
+    def slim(self, names_max: int) -> tuple["JsonField", Mask]:
+        """The field without the objects that have too many names, and which these are."""
+        nothing = np.zeros(len(self), dtype=np.bool_)
+        if self.parts is not None:
+            return self, nothing
+        objects = self.cells.only(Kind.OBJECT)
+        try:
+            return replace(self, parts=members(objects, names_max)), nothing
+        except TooWide:
+            left_out = crowded(objects, names_max)
+            return self.without(left_out), left_out
 
     def _member(self, name: str, cells: Cells) -> "JsonField":
         schemas = tuple(schema.field(name) if schema else None for schema in self.schemas)
@@ -293,19 +309,26 @@ def _cast_maps(
     return pa.MapArray.from_arrays(pa.array(offsets), keys, inner, type=arrow_type, mask=absent)
 
 
-def with_schemas(cells: Cells) -> tuple[JsonField, Mapping[int, str]]:
+def with_schemas(cells: Cells, names_max: int = WIDTH_MAX) -> tuple[JsonField, Mapping[int, str]]:
     """Values, out of the `schema` and `payload` that some or all of them come in.
 
     A value is taken for such a pair when it has these two members and no other, the schema an
     object or null. Each distinct text of a schema is parsed once. Values whose schema is not one of
-    Kafka Connect are rejected, with a reason.
+    Kafka Connect are rejected, with a reason, and so are values with too many names.
     """
-    top = members(cells.only(Kind.OBJECT))
+    crowd: dict[int, str] = {}
+    try:
+        top = members(cells.only(Kind.OBJECT), names_max)
+    except TooWide:
+        left_out = crowded(cells.only(Kind.OBJECT), names_max)
+        crowd = dict.fromkeys(np.flatnonzero(left_out).tolist(), TOO_MANY_NAMES)
+        cells = cells.where(~left_out, cells.only())
+        top = members(cells.only(Kind.OBJECT), names_max)
     if not {SCHEMA, PAYLOAD} <= top.keys():
-        return JsonField.untyped(cells, top), {}
+        return JsonField.untyped(cells, top), crowd
     pairs = _wrapped(top)
     if not pairs.any():
-        return JsonField.untyped(cells, top), {}
+        return JsonField.untyped(cells, top), crowd
     payload = top[PAYLOAD].where(pairs, cells)
     texts, firsts = distinct(top[SCHEMA].only(Kind.OBJECT))
     parsed = _parsed(top[SCHEMA].take(firsts))
@@ -323,7 +346,8 @@ def with_schemas(cells: Cells) -> tuple[JsonField, Mapping[int, str]]:
             np.flatnonzero(uncounted).tolist(), "the batch has too many different schemas"
         )
     )
-    return _pruned(JsonField(cells=payload, schemas=schemas, numbers=numbers)), rejected
+    found = _pruned(JsonField(cells=payload, schemas=schemas, numbers=numbers))
+    return found, {**rejected, **crowd}
 
 
 def _pruned(field: JsonField) -> JsonField:

@@ -76,6 +76,10 @@ class Field(Protocol):
         """
         ...
 
+    def slim(self, names_max: int) -> tuple["Field", Mask]:
+        """The field without objects that have too many names all in all, and which these are."""
+        ...
+
     def members(self) -> Mapping[str, "Field"]:
         """The parts of objects by name; missing where the object is null or lacks the part."""
         ...

@@ -282,7 +282,10 @@ class TableChanges:
         if not len(rows) or (self.only is not None and table not in self.only):
             return
         if table not in self._targets.tables():
-            self._miss(table, rows)
+            reasons = self._miss(table, rows)
+            yield from self._letters(
+                table, where, records, {int(rows.records[n]): why for n, why in reasons.items()}
+            )
             return
         try:
             found = self._table(table).changes(rows)
@@ -360,18 +363,22 @@ class TableChanges:
         if table not in self._rows:
             schema_json, key = self._targets.schema_json(table), self._targets.key(table)
             declared = self._reading.declared.get(table, {})
-            self._rows[table] = TableRows(table, schema_json, key, declared)
+            limit = self._reading.value.columns_max
+            self._rows[table] = TableRows(table, schema_json, key, declared, limit)
             self._rows[table].refuse_unfit(only_added=self._reading.only_added)
         return self._rows[table]
 
-    def _miss(self, table: str, rows: Rows) -> None:
-        """Note what a table needs that is not there.
+    def _miss(self, table: str, rows: Rows) -> Mapping[int, str]:
+        """Note what a table needs that is not there; returns rows that it could not take.
 
         Deletes count as well: the rows that they delete may be in an epoch that is on its way.
         """
         key = () if self._reading.only_added else self._reading.keys.of(table) or rows.key
-        shape = shape_of(rows, key, self._reading.declared.get(table, {}))
-        self.missing = joined_shapes(self.missing, {table: shape})
+        declared = self._reading.declared.get(table, {})
+        shape, rejected = shape_of(rows, key, declared, self._reading.value.columns_max)
+        if len(rejected) < len(rows):
+            self.missing = joined_shapes(self.missing, {table: shape})
+        return rejected
 
     def _letters(
         self, table: str, where: Range, records: Records, reasons: Mapping[int, str]

@@ -50,6 +50,10 @@ class TextField:
         same = pc.is_in(self.array, value_set=pa.array(spellings, self.array.type))
         return np.asarray(same.to_numpy(zero_copy_only=False))
 
+    def slim(self, names_max: int) -> tuple["TextField", Mask]:
+        """The field as it is: no record has names of its own."""
+        return self, np.zeros(len(self), dtype=np.bool_)
+
     def members(self) -> Mapping[str, "TextField"]:
         """None: text has no parts."""
         return {}

@@ -8,13 +8,14 @@ from pyiceberg.types import BinaryType, LongType, StringType
 
 from icestream import dead_letters
 from icestream.errors import DataRejected
-from icestream.schema import Column, TableShape
+from icestream.schema import Column, TableShape, distinct_columns, grown, new_schema
 from icestream.sources import TablesUnready
 from icestream.sources.kafka import formats
 from icestream.sources.kafka import split as splits
 from icestream.sources.kafka.envelope import UNAVAILABLE_VALUE, ValueOptions
 from icestream.sources.kafka.route import Route
 from icestream.sources.kafka.rows import Records
+from icestream.sources.kafka.split import KafkaSplit
 from tests.property.kafka_reading import Destination, Row, reading, records, split_of
 
 KEPT = UNAVAILABLE_VALUE
@@ -290,3 +291,90 @@ def test_a_value_with_a_line_break_is_another_value():
     [part] = formats.decoded(records(*pairs), how.value, None)
     cut = {table: rows.records.tolist() for table, rows in how.route.cut("t", part.rows)}
     assert cut == {"a": [0, 3], "a\n": [1], "b": [2]}
+
+
+class Growing(Destination):
+    """Tables that are made and evolved as the coordinator does it."""
+
+    def take(self, *splits: KafkaSplit) -> None:
+        for _ in range(10):
+            try:
+                return super().take(*splits)
+            except TablesUnready as unready:
+                for table, shape in unready.shapes.items():
+                    columns = distinct_columns(shape.columns)
+                    self._shapes[table] = TableShape(columns=columns, key=shape.key)
+                    if not table.endswith(dead_letters.SUFFIX):
+                        self.rows[table] = {}
+                for table, columns in unready.gaps.items():
+                    wanted = distinct_columns(columns)
+                    self._shapes[table] = grown(self._shapes[table], wanted, table)
+                for table, shape in self._shapes.items():
+                    self._schemas[table] = new_schema(shape).model_dump_json()
+        raise AssertionError("the tables do not come to rest")
+
+    def ids(self) -> list[int]:
+        return [row["id"] for row in self.rows["t"].values()]
+
+    def columns(self) -> set[str]:
+        return {column.name for column in self._shapes["t"].columns}
+
+
+def test_rows_whose_names_clash_are_rejected_and_add_no_column():
+    """K8, Mend a5: of two names that readers do not tell apart the first one counts."""
+    value = ValueOptions(envelope="upsert")
+    pairs = [
+        (1, {"v": 1}),
+        (2, {"V": 2, "other": 1}),
+        (3, {"v": 3, "V": 3}),
+        (4, {"a.b": 1, "a": {"b": 2}}),
+        (5, {"s": {"x": 1, "X": 2}}),
+        (6, {"s": {"x": 1}}),
+        (7, {"s": {"X": 1}}),
+        (8, {"V": None}),
+    ]
+    batch = [({"id": key}, {"id": key, **row}) for key, row in pairs]
+    destination = Growing()
+    taken(destination, batch, value=value)
+    assert destination.ids() == [1, 6, 8]
+    assert destination.columns() == {"id", "v", "s"}
+    assert len(reasons(destination)) == 5
+    taken(destination, batch[1:5], value=value)
+    assert destination.ids() == [1, 6, 8]
+
+
+def test_a_table_becomes_no_wider_than_it_may():
+    """E14, Mend d1: records that would add more columns are rejected, and others go on."""
+    value = ValueOptions(envelope="upsert", columns_max=10)
+    wide = {f"n{number}": number for number in range(9)}
+    batch = [({"id": 1}, {"id": 1, **wide}), ({"id": 2}, {"id": 2, "v": 1, **wide})]
+    batch += [({"id": 3}, {"id": 3, "n1": 3}), ({"id": 4}, {"id": 4, "s": {"x": 1}})]
+    destination = Growing()
+    taken(destination, batch, value=value)
+    assert destination.ids() == [1, 3]
+    assert all("`value.columns_max` is 10" in reason for reason in reasons(destination))
+
+
+@pytest.mark.parametrize("names", [5_000, 20_000])
+@pytest.mark.parametrize("envelope", ["upsert", "debezium"])
+def test_a_record_with_very_many_names_is_a_letter(names, envelope):
+    """E14, Mend d1: it costs no column, and the records around it are taken."""
+    monster = {f"n{number}": number for number in range(names)}
+    rows = [{"id": 1, "v": 1}, {"id": 2, **monster}, {"id": 3, "v": 3, "w": 1}]
+    values = rows if envelope == "upsert" else [{"op": "c", "after": row} for row in rows]
+    batch = [({"id": row["id"]}, value) for row, value in zip(rows, values, strict=True)]
+    destination = Growing()
+    taken(destination, batch, value=ValueOptions(envelope=envelope))
+    assert destination.ids() == [1, 3]
+    assert destination.columns() == {"id", "v", "w"}
+    assert len(reasons(destination)) == 1
+
+
+def test_many_records_with_a_name_each_are_bounded_too():
+    """E14, Mend d1: what comes after as many names as there may be brings none."""
+    batch = [({"id": n}, {"id": n, f"n{n}": 1}) for n in range(3_000)]
+    batch.append(({"id": 5_000}, {"id": 5_000, "n1": 1}))
+    destination = Growing()
+    taken(destination, batch, value=ValueOptions(envelope="upsert", columns_max=100))
+    assert destination.ids() == [*range(99), 5_000]
+    assert len(reasons(destination)) == 3_000 - 99
