@@ -194,7 +194,7 @@ class Admission:
         pending = {name: found for name, found in places.items() if len(found)}
         for _ in range(ADMISSIONS_MAX):
             pending = self._left(pending)
-            if not pending:
+            if not pending or len(self._names) >= self._columns_max:
                 break
             row = min(int(found[0]) for found in pending.values())
             first = [name for name, found in pending.items() if found[0] == row]
