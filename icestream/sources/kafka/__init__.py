@@ -220,6 +220,8 @@ class KafkaSource(Source):
         self._left_out: set[Partition] = set()
         # Where `start: latest` begins, until a table remembers it.
         self._begun: dict[str, int] = {}
+        # Compacted topics that an earlier run has read, and how long they keep deletes.
+        self._compacted: Mapping[str, int] | None = None
         self._stalled: dict[Partition, tuple[float, PartitionStalled]] = {}
         # Epochs are read side by side, and each tells what it has learned.
         self._lock = threading.Lock()
@@ -285,6 +287,9 @@ class KafkaSource(Source):
         self._look()
         self.verify(lower)
         self._begin(lower)
+        if self._compacted is None:
+            read = {_parts(name)[0] for name, at in _of_partitions(lower).items() if at}
+            self._compacted = self._cluster.delete_retention(read & self._topics.keys())
         spans = self._spans(lower)
         readable = self._readable([name for name, span in spans.items() if span.grown])
         now = {
@@ -418,6 +423,7 @@ class KafkaSource(Source):
         if isinstance(learned, LettersTried):
             self._tried[learned.table, learned.part] = learned
             return
+        self._warn_of_lost_deletes(learned)
         rows, size = sum(read.rows for read in learned), sum(read.bytes for read in learned)
         with self._lock:
             if rows:
@@ -492,6 +498,23 @@ class KafkaSource(Source):
         self._cluster.close()
 
     # Own
+
+    def _warn_of_lost_deletes(self, reads: Sequence[RangeRead]) -> None:
+        """Say when a compacted topic is read later than it keeps deletes: some may be gone."""
+        for read in reads:
+            kept = (self._compacted or {}).get(read.range.topic)
+            if kept is not None and 0 <= read.oldest < _milliseconds() - kept:
+                log.warning(
+                    "topic %s is compacted and was read later than it keeps deletes: rows that "
+                    "were deleted meanwhile may have stayed; raise delete.retention.ms, and build the "
+                    "table anew to be sure",
+                    read.range.topic,
+                )
+                self._compacted = {
+                    topic: kept
+                    for topic, kept in (self._compacted or {}).items()
+                    if topic != read.range.topic
+                }
 
     def _forget(self, partition: Partition, durable: int) -> None:
         """Keep of durable ranges only the one with the newest record."""

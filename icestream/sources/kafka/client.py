@@ -22,7 +22,11 @@ from confluent_kafka import (
     TopicCollection,
     TopicPartition,
 )
-from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-defined]
+from confluent_kafka.admin import (  # type: ignore[attr-defined]
+    AdminClient,
+    ConfigResource,
+    OffsetSpec,
+)
 
 from icestream.errors import ConfigInvalid, IcestreamError, shown
 from icestream.sources.kafka.errors import (
@@ -161,6 +165,28 @@ class Cluster:
             )
             for place, answer in asked.items()
         }
+
+    def delete_retention(self, topics: Collection[str]) -> Mapping[str, int]:
+        """How long compacted topics keep deletes, in milliseconds; other topics are left out.
+
+        Nothing depends on it: what the broker does not tell is left out as well.
+        """
+        found: dict[str, int] = {}
+        if not topics:
+            return found
+        try:
+            wanted = [ConfigResource(ConfigResource.Type.TOPIC, name) for name in sorted(topics)]
+            asked = self._request(
+                "ask for settings",
+                lambda: self._admin.describe_configs(wanted, request_timeout=self._request_seconds),
+            )
+            for topic, answer in asked.items():
+                settings = self._answer(f"ask for settings of topic {topic.name}", answer)
+                if "compact" in settings["cleanup.policy"].value:
+                    found[topic.name] = int(settings["delete.retention.ms"].value)
+        except (IcestreamError, KeyError, ValueError) as error:
+            logger.debug("could not ask how long deletes are kept: %s", error)
+        return found
 
     def commit_offsets(self, group: str, offsets: Mapping[tuple[str, int], int]) -> None:
         """Show what is durable as the offsets of a consumer group, for tools that watch lag.

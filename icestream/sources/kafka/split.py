@@ -51,12 +51,16 @@ class RangesTooLarge(SplitsLost):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RangeRead:
-    """What reading a range has taught: its size, and the time of its newest record (-1: none)."""
+    """What reading a range has taught: its size, and the times of its newest and oldest record.
+
+    -1 for both where there is none.
+    """
 
     range: Range
     rows: int
     bytes: int
     newest: int
+    oldest: int = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,8 +139,10 @@ class KafkaSplit:
         tables.by_time |= self.by_time
         for each in self.ranges:
             rows = size = 0
-            newest = -1
+            newest = oldest = -1
             for records in self._records(each):
+                if oldest < 0 and len(records):
+                    oldest = int(records.timestamps[0])
                 rows, size = rows + len(records), size + records.keys.nbytes + records.values.nbytes
                 if self.size_bytes + size > self.bytes_max and len(records) < rows:
                     raise RangesTooLarge(self._reached(each, int(records.offsets[0])))
@@ -144,7 +150,9 @@ class KafkaSplit:
                 yield from tables.changes(each, *self._left(each, records, at))
                 if tables.has_seen_enough(self.size_bytes + size):
                     tables.refuse_unready()
-            self.reads.append(RangeRead(range=each, rows=rows, bytes=size, newest=newest))
+            self.reads.append(
+                RangeRead(range=each, rows=rows, bytes=size, newest=newest, oldest=oldest)
+            )
         tables.refuse_unready()
         yield from tables.completed()
         tables.refuse_unready()

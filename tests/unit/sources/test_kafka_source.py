@@ -26,6 +26,7 @@ class FakeCluster:
         self.ids = {"t": "one"}
         self.ends = {("t", 0): (0, 10), ("t", 1): (0, 10)}
         self.committed = {}
+        self.deletes_kept = None
 
     def topics(self, names, pattern):
         return {
@@ -35,6 +36,9 @@ class FakeCluster:
 
     def bounds(self, partitions):
         return {partition: self.ends[partition] for partition in partitions}
+
+    def delete_retention(self, topics):
+        return {topic: self.deletes_kept for topic in topics if self.deletes_kept is not None}
 
     def commit_offsets(self, group, offsets):
         self.committed[group] = dict(offsets)
@@ -204,6 +208,31 @@ def test_what_is_lost_is_said(cluster, ends, ids, text):
         source().available(durable)
     with pytest.raises(HistoryLost, match=text):
         source().verify(durable)
+
+
+@pytest.mark.parametrize("oldest", [5_000, 15_000], ids=["too late", "in time"])
+def test_deletes_that_a_compacted_topic_may_have_forgotten_are_said(
+    cluster, monkeypatch, caplog, oldest
+):
+    """E7, Mend b11: once, and only of what goes on from an earlier run."""
+    cluster.deletes_kept = 10_000
+    # The age of records is told by the clock.
+    monkeypatch.setattr(kafka, "_milliseconds", lambda: 20_000)
+    late = RangeRead(
+        range=Range(topic="t", partition=0, start=5, end=9),
+        rows=4,
+        bytes=4,
+        newest=20_000,
+        oldest=oldest,
+    )
+    one, first = source(), source()
+    one.available(Frontier({"t 0 one": (5, 0), "t 1 one": (5, 0)}))
+    first.available(START)
+    for each in (one, first):
+        each.learn([late])
+        each.learn([late])
+    said = [r for r in caplog.records if "later than it keeps deletes" in r.getMessage()]
+    assert len(said) == (1 if oldest == 5_000 else 0)
 
 
 def test_a_topic_created_anew_may_be_gone_on_with(cluster):
