@@ -506,8 +506,8 @@ class KafkaSource(Source):
             if kept is not None and 0 <= read.oldest < _milliseconds() - kept:
                 log.warning(
                     "topic %s is compacted and was read later than it keeps deletes: rows that "
-                    "were deleted meanwhile may have stayed; raise delete.retention.ms, and build the "
-                    "table anew to be sure",
+                    "were deleted meanwhile may have stayed; raise delete.retention.ms, and build "
+                    "the table anew to be sure",
                     read.range.topic,
                 )
                 self._compacted = {
