@@ -190,8 +190,8 @@ def test_no_key_goes_back_when_its_topic_is_given_partitions(
             commits += 1
             raise TargetUnavailable("stopped by the test")
 
+    # A run that ends between two epochs; the next one is its restart.
     with monkeypatch.context() as patched:
-        # A run that ends between two epochs; the next one is its restart.
         patched.setattr(failpoints, "reach", stop_at_the_second)
         with contextlib.suppress(TargetUnavailable):
             topics.run(document)
