@@ -124,7 +124,10 @@ class Lake:
             if moved or current.schema_id != seen.schema_id:
                 raise CommitConflict(f"the head of table {one.table} has changed")
             parent = seen.head(one.branch)
-            snapshot = replace(one.snapshot, parent=parent.id if parent else None)
+            # Without the rule a request that is sent twice lands twice.
+            again = one.snapshot.id in current.snapshots
+            number = self.next_id() if again else one.snapshot.id
+            snapshot = replace(one.snapshot, id=number, parent=parent.id if parent else None)
             swapped = current.with_snapshot(snapshot, one.branch, one.tag)
             properties = {**current.properties, **one.properties}
             for name in one.outdated:

@@ -143,8 +143,7 @@ def test_without_a_key_the_letters_alone_are_added(log):
 @pytest.mark.parametrize("end", [5, None], ids=["by the log", "as is"])
 def test_an_insert_that_is_late_promises_nothing(log, end):
     """E10: the key may be there by now."""
-    key, value = row(1, 3)
-    written = {3: (key, {**value, "part": "insert"})}
+    written = {3: row(1, 3, "insert")}
     log(written)
     changes = outcome(split(written, end, envelope="cdc_field", cdc_field="part"))
     assert [r[OP] for r in changes["t"]] == [Op.UPSERT]
