@@ -116,7 +116,7 @@ def among(progress: Progress, me: str, *members: str) -> Progress:
 
 
 def test_a_table_that_was_dropped_since_does_not_lack_the_last_epoch():
-    """Mend c2: it is built anew, and the source may have forgotten the epoch."""
+    """E4, Mend c2: it is built anew, and the source may have forgotten the epoch."""
     whole = carries(7, 10, 20, 2)
     dropped = {"a": among(whole, "A", "A", "B"), "c": among(carries(6, 4, 10, 1), "C", "C")}
     assert goes_on(resume_point(dropped)) == (7, at(20), None, {"a"}, set())
@@ -138,7 +138,7 @@ def test_a_table_that_took_part_and_is_there_lacks_the_last_epoch():
 
 
 def test_an_epoch_whose_tables_were_being_recounted_is_unfinished():
-    """Mend c3: it was cut short in its second writing; the source was not told of it yet."""
+    """E3, Mend c3: it was cut short in its second writing; the source was not told of it yet."""
     whole = carries(7, 10, 20, 2)
     progress = {"a": among(whole, "A", "A", "B", "C"), "b": among(whole, "B", "A", "B")}
     progress["c"] = replace(NOTHING, table_id="C")

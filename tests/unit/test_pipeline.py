@@ -411,7 +411,7 @@ SECOND_WRITINGS = [
 
 @pytest.mark.parametrize(("first", "second", "stale", "tables"), SECOND_WRITINGS)
 def test_a_second_writing_with_other_tables_doubles_nothing(first, second, stale, tables):
-    """Mend c3: tables that carry the epoch keep it, and all agree about which ones they are."""
+    """E3, Mend c3: tables that carry the epoch keep it, and all agree about which ones they are."""
     scene = TwiceWritten(first, second, stale)
     scene.run()
     assert scene.writings == 2
@@ -423,7 +423,7 @@ def test_a_second_writing_with_other_tables_doubles_nothing(first, second, stale
 def test_a_crash_in_a_second_writing_with_other_tables_recovers(
     first, second, stale, tables, moment
 ):
-    """Mend c3: before anything of it is committed, and before the first tables are corrected."""
+    """E3, Mend c3: before anything of it is committed, and before the first are corrected."""
     scene = TwiceWritten(first, second, stale)
     if moment == "recount":
         scene.crash_at = "claim 1 at epoch 1"
@@ -509,7 +509,7 @@ def test_rows_are_looked_up_when_all_epochs_before_are_committed():
 
 
 def test_epochs_that_are_given_up_do_not_wait_for_those_before_them():
-    """Mend c4: splits are lost while a later epoch waits to look up rows; both begin anew."""
+    """E5, Mend c4: splits are lost while a later epoch waits to look up rows; both begin anew."""
     scene = AskingScene("ab", [1, 2])
     later_asks = threading.Event()
     write = scene.written

@@ -355,7 +355,7 @@ def test_commits_go_to_the_branch_that_is_named(scene):
 
 @pytest.mark.parametrize("batch", [None, "another"])
 def test_an_epoch_that_the_table_carries_is_never_published_again(scene, batch):
-    """Mend c3: whatever is said of its tables, and whatever this run believes to be there."""
+    """E3, Mend c3: whatever is said of its tables, and whatever this run believes to be there."""
     carried = replace(NEXT, tables=3)
     scene.publish_foreign(carried, batch)
     before = scene.lake.tables[NAME]
@@ -366,7 +366,7 @@ def test_an_epoch_that_the_table_carries_is_never_published_again(scene, batch):
 
 @pytest.mark.parametrize("epoch", [3, 4, 5])
 def test_an_epoch_that_is_not_newer_than_the_tables_is_refused(scene, epoch):
-    """Mend c3: the same number with other bounds, or an older number, joins on to nothing."""
+    """E3, Mend c3: the same number with other bounds, or an older number, joins on to nothing."""
     carried = replace(NEXT, upper=Frontier({"log": (15,)}))
     scene.publish_foreign(carried)
     new = replace(NEXT, epoch=epoch)
@@ -376,7 +376,7 @@ def test_an_epoch_that_is_not_newer_than_the_tables_is_refused(scene, epoch):
 
 
 def test_what_a_table_says_of_its_epochs_tables_is_corrected_without_files(scene):
-    """Mend c3: a correction is like a claim, and is made once."""
+    """E3, Mend c3: a correction is like a claim, and is made once."""
     carried = replace(NEXT, tables=3)
     scene.publish_foreign(carried)
     again = scene.commit(expected=carried, files=[], written_for=None, recount=True)

@@ -262,7 +262,7 @@ def test_tables_that_carry_the_epoch_already_are_counted():
 
 
 def test_no_table_takes_an_epoch_twice_whoever_asks():
-    """Mend c3: also when the second writing of the epoch has other tables than the first."""
+    """E3, Mend c3: also when the second writing of the epoch has other tables than the first."""
     lake = Lake()
     owner = sink(lake)
     owner.claim([])
@@ -277,7 +277,7 @@ def test_no_table_takes_an_epoch_twice_whoever_asks():
 
 
 def test_many_tables_are_only_counted(monkeypatch):
-    """Mend c2: summaries stay small, and a restart goes by the number of tables as before."""
+    """E4, Mend c2: summaries stay small, and a restart goes by the number of tables as before."""
     # The limit is hundreds of tables; two show the same.
     monkeypatch.setattr("icestream.sinks.iceberg.MEMBERS_MAX", 1)
     lake = Lake()
