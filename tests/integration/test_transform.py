@@ -258,9 +258,16 @@ class Fed:
 
 
 def _digests(reports: Sequence[str]) -> dict[str, tuple[Any, ...]]:
-    """What a file holds, by its path."""
+    """What a file holds, by its path without the name of the attempt."""
     files = [json.loads(report) for report in reports]
-    return {f["path"]: (f["record_count"], f["size_bytes"], str(f["metrics"])) for f in files}
+    return {
+        f["path"].replace(f["attempt"], ""): (
+            f["record_count"],
+            f["size_bytes"],
+            str(f["metrics"]),
+        )
+        for f in files
+    }
 
 
 Row = dict[str, Any]
