@@ -215,7 +215,8 @@ def test_latest_takes_all_that_comes_after_the_first_start(topics, there):
         topics.lake.sql(f"ALTER TABLE {table} SET IDENTIFIER FIELDS id")
     topics.send("orders", [({"id": n}, {"id": n, "v": 0}) for n in range(50)])
     options = {"topics": ["orders"], **UPSERT, "start": "latest"}
-    document = topics.document(options, commit_interval="PT0.2S")
+    named = {"tables": {topics.name("orders"): {"table": "orders"}}}
+    document = topics.document(options, named, commit_interval="PT0.2S")
     if there:
         topics.run(document)
         topics.send("orders", [({"id": n}, {"id": n, "v": 1}) for n in range(100, 120)])
