@@ -453,7 +453,7 @@ class Pipeline:
         """Make an epoch that was written durable, and tell the source."""
         if written.reports or written.emptied:
             self._commit(epoch, written, partial(self._write, epoch, splits))
-        elif not self._heartbeat(epoch):
+        elif not self._heartbeat(epoch, splits):
             self._mark_settled(epoch)
             return
         self._durable = epoch.upper
@@ -469,13 +469,22 @@ class Pipeline:
             self._settled_number = epoch.number
             self._settled.notify_all()
 
-    def _heartbeat(self, epoch: Epoch) -> bool:
-        """Publish a frontier without changes when it is due; False when it stays in memory."""
+    def _heartbeat(self, epoch: Epoch, splits: Sequence[Part]) -> bool:
+        """Publish a frontier without changes when it is due; False when it stays in memory.
+
+        A milestone of one table is published in that table. So a table whose copy brought no row
+        remembers that it was copied, and differs from one that was made anew and never filled.
+        """
         interval = self._cadence.heartbeat_interval or 0.0
         due = interval > 0 and time.monotonic() - self._durable_at >= interval
-        if not due and not self._source.milestone(epoch):
+        milestone = self._source.milestone(epoch)
+        if not due and not milestone:
             return False
-        return self._sink.heartbeat(epoch, self._source.summary(epoch))
+        labels = self._source.summary(epoch)
+        named = sorted({table for split in splits for table in split.tables})
+        if milestone and len(named) == 1 and self._sink.heartbeat(epoch, labels, named[0]):
+            return True
+        return self._sink.heartbeat(epoch, labels)
 
     def _last_heartbeat(self, lower: Frontier) -> None:
         """Publish at the end of a single run what it found: the next may be long in coming."""
@@ -592,7 +601,16 @@ class Pipeline:
                 check(attempt + 1 < REWRITES_MAX, "a table's schema comes to rest")
                 log.info("writing again: %s changed", stale, extra={"epoch": epoch.number})
                 # A table that took the epoch already is found to carry it, and keeps it as it is.
-                again = write()
+                try:
+                    again = write()
+                except SplitsLost as lost:
+                    # Some tables may carry the epoch, so its bounds are settled: only a new start
+                    # brings the same ones to the others.
+                    raise SourceUnavailable(
+                        f"epoch {epoch.number} could not be written again: {lost.message}",
+                        detail="A part of its tables may hold it already; a new start finishes it.",
+                        hint="Start the pipeline again.",
+                    ) from lost
                 written = replace(again, replaying=written.replaying)
         position = self._source.position(epoch.upper)
         self.health.committed(epoch.number, position, results)

@@ -153,19 +153,6 @@ def test_a_commit_adds_at_most_two_kilobytes_to_the_metadata_for_good(kept: Kept
     assert sum(sizes) <= summaries.KEPT_BYTES_MAX
 
 
-def test_two_pipelines_in_one_table_keep_their_own_frontiers(kept: Kept) -> None:
-    """I7, Mend c1: neither removes the other's, however often one of them commits."""
-    one, other = kept.start(pipeline="one"), None
-    commit(one, 1)
-    other = kept.start(pipeline="one.frontier")
-    commit(other, 101)
-    commit(one, *range(2, 12))
-    commit(other, 102)
-    kept.tidy()
-    assert kept.start(pipeline="one").number == 11
-    assert kept.start(pipeline="one.frontier").number == 2
-
-
 def test_a_frontier_that_somebody_removed_stops_the_pipeline_at_once(kept: Kept) -> None:
     """I7, Mend c1: a running one and a starting one; setting the properties again is a way out."""
     fed = kept.start()

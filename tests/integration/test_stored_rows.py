@@ -189,15 +189,15 @@ def test_a_table_with_types_that_spark_does_not_know_is_read_without_them(
 def test_odd_names_of_tables_and_columns_are_just_names(
     spark: SparkSession, embedded: dict[str, str]
 ) -> None:
-    """P7: blanks, quotes, dots, upper case, names that differ in case alone."""
-    odd = {"Id": LongType(), "a.b": StringType(), "`q\"'": StringType(), "id": StringType()}
+    """P7: blanks, quotes, dots, upper case."""
+    odd = {"Id": LongType(), "a.b": StringType(), "`q\"'": StringType(), "i d": StringType()}
     shapes = {"odd": shape(["Id", "a.b"], **odd)}
     tables = {"odd": TableOptions(table='ta.b "le`', properties={})}
     fed = HandFed(spark, embedded, shapes, namespace="Name space", tables=tables)
-    one = {"Id": 1, "a.b": "x", "`q\"'": "q", "id": "low"}
+    one = {"Id": 1, "a.b": "x", "`q\"'": "q", "i d": "low"}
     fed.commit({"odd": [put(**one), put(**{**one, "Id": 2})]})
     wanted = keys(fed, "odd", **{"Id": [1, 2, 2], "a.b": ["x", "x", "y"]})
-    rows = found(fed, "odd", wanted, "`q\"'", "id")
+    rows = found(fed, "odd", wanted, "`q\"'", "i d")
     assert rows == [one, {**one, "Id": 2}]
 
 

@@ -436,7 +436,8 @@ class IcebergSink:
                 state.target = None
             raise
         self._recount(epoch, new)
-        return [self._states[table].committed or _kept(table) for table in files]
+        found = {table: self._states[table].committed or _kept(table) for table in files}
+        return [replace(one, duplicate=True) if t in carriers else one for t, one in found.items()]
 
     def heartbeat(self, epoch: Epoch, labels: Mapping[str, str], table: str | None = None) -> bool:
         """Publish the frontier of an epoch without changes, in the first table by default.

@@ -283,8 +283,12 @@ class PostgresSource(Source):
         return self._stream_bounds(at, self._target)
 
     def milestone(self, epoch: Epoch) -> bool:
-        """Whether the last of the copies ends with this epoch: it shall never be made again."""
-        return self._copied(epoch.upper) and not self._copied(epoch.lower)
+        """Whether the copy of a table ends with this epoch: it shall never be made again."""
+        names = map(_copy_name, self._tables.values())
+        ends = [
+            [bound[name][1:2] == (_DONE,) for bound in (epoch.lower, epoch.upper)] for name in names
+        ]
+        return [False, True] in ends
 
     def _copied(self, frontier: Frontier) -> bool:
         names = (_copy_name(table) for table in self._tables.values())
