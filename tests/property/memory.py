@@ -2,14 +2,15 @@
 
 Metadata is immutable and swapped as a whole, by the rule that REST catalogs follow: a commit lands
 only if the branch and the pipeline's tag still are where the committer saw them, and the schema is
-the same. Every call goes through a `Wire`, which a simulation replaces by one that loses, delays
-and duplicates.
+the one that the committer checked. Every call goes through a `Wire`, which a simulation replaces by
+one that loses, delays and duplicates. Somebody else may drop tables and expire snapshots.
 """
 
 import itertools
 import json
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -19,11 +20,21 @@ from icestream.errors import (
     CommitConflict,
     CommitUnknown,
     FrontierLost,
+    HistoryLost,
     IcestreamError,
+    ProgressLost,
     TargetUnavailable,
 )
 from icestream.iceberg import progress as summaries
-from icestream.iceberg.catalog import OWNER_PROPERTY, Head, NewTable, TableName, WriteTarget
+from icestream.iceberg.catalog import (
+    OWNER_PROPERTY,
+    Head,
+    NewTable,
+    Past,
+    TableName,
+    WriteTarget,
+    replaced,
+)
 from icestream.iceberg.files import FileClosed
 from icestream.schema import Column
 
@@ -34,7 +45,10 @@ UNPARTITIONED = '{"spec-id":0,"fields":[]}'
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """One commit; `paths` are the files it added, `emptied` says that no older one stays."""
+    """One commit; `paths` are the files it added, `emptied` says that no older one stays.
+
+    `schema_id` is the schema that they were written with, `sequence` the commit's place in time.
+    """
 
     id: int
     parent: int | None
@@ -42,6 +56,8 @@ class Snapshot:
     summary: Mapping[str, str]
     paths: Sequence[str]
     emptied: bool = False
+    schema_id: int | None = None
+    sequence: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,12 +94,15 @@ class Metadata:
         return self.snapshots[found] if found is not None else None
 
     def ancestry(self, branch: str = "main") -> Iterator[Snapshot]:
-        """The snapshots of a branch from its head back to the first."""
+        """The snapshots of a branch from its head back to the first that is kept."""
         snapshot = self.head(branch)
         while snapshot is not None:
             yield snapshot
-            parent = snapshot.parent
-            snapshot = self.snapshots[parent] if parent is not None else None
+            snapshot = self.parent(snapshot)
+
+    def parent(self, snapshot: Snapshot) -> Snapshot | None:
+        """The one before; None also when it was expired."""
+        return self.snapshots.get(snapshot.parent) if snapshot.parent is not None else None
 
     def with_snapshot(self, snapshot: Snapshot, branch: str, tag: str | None) -> "Metadata":
         """The state after a commit to the branch; the tag follows it."""
@@ -104,10 +123,20 @@ class Wire:
 
 
 class Lake:
-    """The state that all clients share: tables by name."""
+    """The state that all clients share: tables by name.
+
+    `expired`, `dropped` and `written` (properties) have what no table keeps any more, for whoever
+    wants to tell what happened; `strayed` are files that came into a table whose schema was not
+    theirs.
+    """
 
     def __init__(self) -> None:
         self.tables: dict[TableName, Metadata] = {}
+        self.expired: dict[int, Snapshot] = {}
+        self.dropped: list[Metadata] = []
+        self.written: dict[str, str] = {}
+        self.strayed: list[str] = []
+        self.asserts_schema = True
         self._ids = itertools.count(1)
 
     def next_id(self) -> int:
@@ -115,25 +144,68 @@ class Lake:
         return next(self._ids)
 
     def swap(self, prepared: Sequence[Prepared]) -> None:
-        """Swap all of these in, or none when the branch or tag of one has moved."""
+        """Swap all of these in, or none when the branch, tag or schema of one has moved."""
         after = {}
         for one in prepared:
-            current = self.tables[one.table]
+            current = self.current(one.table)
             seen = one.base if failpoints.rule_on(failpoints.RULE_SWAP) else current
-            moved = any(current.refs.get(r) != seen.refs.get(r) for r in (one.branch, one.tag))
-            if moved or current.schema_id != seen.schema_id:
+            if current.uuid != one.base.uuid:
+                raise CommitConflict(f"table {one.table} is another one")
+            if any(current.refs.get(r) != seen.refs.get(r) for r in (one.branch, one.tag)):
                 raise CommitConflict(f"the head of table {one.table} has changed")
+            if self.asserts_schema and current.schema_id != seen.schema_id:
+                raise CommitConflict(f"the schema of table {one.table} has changed")
             parent = seen.head(one.branch)
             # Without the rule a request that is sent twice lands twice.
             again = one.snapshot.id in current.snapshots
-            number = self.next_id() if again else one.snapshot.id
-            snapshot = replace(one.snapshot, id=number, parent=parent.id if parent else None)
+            snapshot = replace(
+                one.snapshot,
+                id=self.next_id() if again else one.snapshot.id,
+                parent=parent.id if parent else None,
+                sequence=self.next_id(),
+            )
+            if one.snapshot.schema_id not in (None, current.schema_id):
+                self.strayed += one.snapshot.paths
             swapped = current.with_snapshot(snapshot, one.branch, one.tag)
             properties = {**current.properties, **one.properties}
+            self.written.update(properties)
             for name in one.outdated:
                 properties.pop(name, None)
             after[one.table] = replace(swapped, properties=properties)
         self.tables.update(after)
+
+    def current(self, name: TableName) -> Metadata:
+        """The table as it is now; raises `ProgressLost` when it was dropped."""
+        if name not in self.tables:
+            raise ProgressLost(f"table {name} is gone")
+        return self.tables[name]
+
+    def create(self, name: TableName, schema_json: str, properties: Mapping[str, str]) -> None:
+        """A new table, unless there is one."""
+        if name not in self.tables:
+            self.tables[name] = Metadata(
+                # Names are drawn once per lake, so that a seed gives the same uuids again.
+                uuid=str(uuid.uuid5(uuid.NAMESPACE_URL, f"{name}/{self.next_id()}")),
+                schema_id=0,
+                schema_json=schema_json,
+                properties=dict(properties),
+            )
+
+    def drop(self, name: TableName) -> Metadata:
+        """Somebody drops a table; returns what it was."""
+        self.dropped.append(self.tables.pop(name))
+        return self.dropped[-1]
+
+    def expire(self, name: TableName, kept: int) -> None:
+        """Somebody expires snapshots: so many of each reference are kept, its own among them."""
+        metadata = self.tables[name]
+        keep: set[int] = set()
+        for ref in metadata.refs:
+            keep |= {s.id for s in itertools.islice(metadata.ancestry(ref), max(1, kept))}
+        self.expired.update({i: s for i, s in metadata.snapshots.items() if i not in keep})
+        self.tables[name] = replace(
+            metadata, snapshots={i: s for i, s in metadata.snapshots.items() if i in keep}
+        )
 
     def foreign_commit(
         self, name: TableName, operation: str, summary: Mapping[str, str] = {}
@@ -147,6 +219,7 @@ class Lake:
             operation=operation,
             summary=dict(summary),
             paths=(),
+            sequence=self.next_id(),
         )
         pipeline = summary.get(summaries.PIPELINE)
         tag = summaries.tag_name(pipeline) if pipeline else None
@@ -162,7 +235,7 @@ class Lake:
 
     def evolve(self, name: TableName, columns: Sequence[Column] = ()) -> None:
         """The table gets a new schema, with further columns or just a new id."""
-        metadata = self.tables[name]
+        metadata = self.current(name)
         schema = json.loads(metadata.schema_json)
         known = {column["name"] for column in schema["fields"]}
         for column in columns:
@@ -198,14 +271,7 @@ class MemoryCatalog:
 
     def create(self, name: TableName, new: NewTable) -> "MemoryTable":
         def make() -> MemoryTable:
-            if name not in self._lake.tables:
-                self._lake.tables[name] = Metadata(
-                    # Names are drawn once per lake, so that a seed gives the same uuids again.
-                    uuid=str(uuid.uuid5(uuid.NAMESPACE_URL, f"{name}/{self._lake.next_id()}")),
-                    schema_id=0,
-                    schema_json=new.schema_json,
-                    properties=dict(new.properties),
-                )
+            self._lake.create(name, new.schema_json, new.properties)
             return MemoryTable(self._lake, name, self._wire)
 
         return self._wire.send(make, TargetUnavailable, f"creating {name}")
@@ -239,14 +305,16 @@ class MemoryTable:
         self._current = lake.tables[name]
 
     def head(self, pipeline: str, branch: str) -> Head:
-        self._current = metadata = self._wire.ask(lambda: self._lake.tables[self.name])
+        self._current = metadata = self._fresh()
         snapshot = metadata.head(branch)
-        newest = next(
-            (s for s in metadata.ancestry(branch) if s.summary.get(summaries.PIPELINE) == pipeline),
-            None,
-        )
+        way = list(metadata.ancestry(branch))
+        newest = next((s for s in way if s.summary.get(summaries.PIPELINE) == pipeline), None)
         tagged = metadata.refs.get(summaries.tag_name(pipeline))
         rolled_back = tagged is not None and (newest is None or newest.id != tagged)
+        if rolled_back and tagged is not None and newest is None and way and way[-1].parent:
+            # The history between the head and the tag was expired: the tag is what is left.
+            if metadata.snapshots[tagged].sequence < way[0].sequence:
+                rolled_back, newest = False, metadata.snapshots[tagged]
         progress, forgotten = None, False
         try:
             progress = self._progress(newest) if newest else None
@@ -264,7 +332,9 @@ class MemoryTable:
             batch_id=newest.summary.get(summaries.BATCH_ID) if newest else None,
             claim_id=newest.summary.get(summaries.CLAIM) if newest else None,
             progress_snapshot_id=newest.id if newest else None,
-            rolled_back_from=self._progress(metadata.snapshots[tagged]) if rolled_back else None,
+            rolled_back_from=self._progress(metadata.snapshots[tagged])
+            if rolled_back and tagged is not None
+            else None,
             forgotten=forgotten,
             bounds=frozenset(s.summary.get(summaries.BOUNDS_PROPERTY) for s in own if s),
             metadata=metadata,
@@ -298,6 +368,7 @@ class MemoryTable:
             summary=dict(entries.summary),
             paths=[file.path for file in files],
             emptied=emptied,
+            schema_id=next((file.schema_id for file in files), None),
         )
         return Prepared(
             table=self.name,
@@ -381,20 +452,55 @@ class MemoryTable:
             TargetUnavailable,
             f"adding columns to {self.name}",
         )
-        self._current = self._lake.tables[self.name]
+        self._current = self._lake.current(self.name)
         return True
 
+    @contextmanager
+    def staged(
+        self, branch: str, bounds: Mapping[int, Any], at: Past | int | None = None
+    ) -> Iterator[str | None]:
+        """The snapshot to read from, by its id: the newest, or one of the past."""
+        metadata = self._fresh()
+        snapshot = metadata.head(branch)
+        if isinstance(at, Past):
+            snapshot = self._before(metadata, snapshot, at)
+        yield str(snapshot.id) if snapshot else None
+
+    def _before(self, metadata: Metadata, snapshot: Snapshot | None, past: Past) -> Snapshot | None:
+        found = snapshot
+        while snapshot is not None:
+            if snapshot.summary.get(summaries.PIPELINE) == past.pipeline:
+                if past.before.covers(self._past_progress(metadata, snapshot).upper):
+                    return found
+                found = metadata.parent(snapshot)
+                if found is None and snapshot.parent is not None:
+                    raise HistoryLost(f"table {self.name} no longer has a snapshot")
+            snapshot = metadata.parent(snapshot)
+        return found
+
+    def _fresh(self) -> Metadata:
+        metadata = self._wire.ask(lambda: self._lake.current(self.name))
+        if metadata.uuid != self._current.uuid:
+            raise replaced(self.name)
+        return metadata
+
+    def _past_progress(self, metadata: Metadata, snapshot: Snapshot) -> Progress:
+        try:
+            return progress_in(metadata.properties, snapshot)
+        except FrontierLost as error:
+            raise HistoryLost(f"table {self.name} no longer has a frontier") from error
+
     def _progress(self, snapshot: Snapshot) -> Progress:
-        return progress_in(self._current, snapshot)
+        return progress_in(self._current.properties, snapshot)
 
 
-def progress_in(metadata: Metadata, snapshot: Snapshot) -> Progress:
+def progress_in(properties: Mapping[str, str], snapshot: Snapshot) -> Progress:
     """What a snapshot says is durable."""
 
     def no_file(path: str) -> bytes:
         raise FileNotFoundError(path)
 
-    return summaries.from_summary(snapshot.summary, metadata.properties, no_file, "memory")
+    return summaries.from_summary(snapshot.summary, properties, no_file, "memory")
 
 
 def _told(summary: Mapping[str, str]) -> str:
