@@ -148,7 +148,8 @@ def test_a_heartbeat_publishes_the_frontier_of_epochs_without_changes(
     feed = RandomFeed.create(tmp_path / "feed", 10)
     feed.epoch(10)
     feed._early.clear()
-    quiet = (feed.now + HOUR * 10**9, 0)
+    # Less than the hour of the feed after which an idle frontier is published anyway.
+    quiet = (feed.now + HOUR // 2 * 10**9, 0)
     feed.folder.resolved(quiet)
     pipelines = document(feed.folder.path, embedded)
     run_once(spark, pipelines)
@@ -157,4 +158,4 @@ def test_a_heartbeat_publishes_the_frontier_of_epochs_without_changes(
     pipelines["feed"]["heartbeat_interval"] = 1e-9
     run_once(spark, pipelines)
     last = local.snapshots("shop.orders")[-1]["summary"]["icestream.frontier"]
-    assert json.loads(last) == {"resolved": [quiet[0], 1]}
+    assert json.loads(last)["resolved"] == [quiet[0], 1]
