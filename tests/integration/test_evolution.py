@@ -2,6 +2,7 @@
 
 from decimal import Decimal
 from pathlib import Path
+from typing import Any
 
 from pyspark.sql import SparkSession
 
@@ -17,6 +18,11 @@ def create(lake: Lake, name: str, columns: str) -> str:
     lake.sql(f"CREATE NAMESPACE IF NOT EXISTS {lake.name}.shop")
     lake.sql(f"CREATE TABLE {lake.table(name)} ({columns}) USING iceberg")
     return lake.table(name)
+
+
+def into(name: str) -> dict[str, Any]:
+    """The setting that asks for a table that is there already, so that the pipeline may write it."""
+    return {"tables": {name: {"table": name}}}
 
 
 def test_rows_of_others_are_updated_and_deleted_by_their_key_in_every_type_of_column(
@@ -45,7 +51,7 @@ def test_rows_of_others_are_updated_and_deleted_by_their_key_in_every_type_of_co
     log.put("people", changed, {**changed, "id": 4, "home": None, "tags": []})
     log.remove("people", 2)
     log.resolve()
-    run_once(spark, document(tmp_path / "feed", embedded))
+    run_once(spark, document(tmp_path / "feed", embedded, sink=into("people")))
     found = by_key(local.rows("shop.people"), ["id"])
     untouched = {"id": 3, "name": "three", "tags": [], "prices": {}}
     assert found == {**log.expected("people"), (3,): untouched}
@@ -65,7 +71,7 @@ def test_a_value_beyond_its_column_stops_the_epoch_and_a_widened_column_takes_it
     log.resolve()
     log.put("orders", {"id": 4, "qty": 4, "price": Decimal("12345.00")})
     log.resolve()
-    pipelines = document(tmp_path / "feed", embedded)
+    pipelines = document(tmp_path / "feed", embedded, sink=into("orders"))
     for column, kind in (("qty", "BIGINT"), ("price", "DECIMAL(12,2)")):
         answer = shell.run(pipelines)
         assert_refused(answer, OPERATOR, f"column {column} does not fit", "do not fit.")
@@ -91,7 +97,7 @@ def test_a_column_that_the_source_drops_becomes_null_unless_the_table_requires_i
     log.resolve()
     log.put("orders", {"id": 2, "kept": "c"})
     log.resolve()
-    pipelines = document(tmp_path / "feed", embedded)
+    pipelines = document(tmp_path / "feed", embedded, sink=into("orders"))
     assert shell.run(pipelines).code == 0
     assert by_key(local.rows("shop.orders"), ["id"]) == log.expected("orders")
     log.put("orders", {"id": 1, "free": "d"})
