@@ -36,7 +36,7 @@ from icestream.sources.cockroachdb import CockroachdbOptions, TopicsOptions
 from icestream.sources.cockroachdb.files import CockroachdbFiles
 from icestream.sources.cockroachdb.topics import CockroachdbTopics
 from icestream.sources.iceberg import IcebergSource, IcebergSourceOptions, IcebergTableOptions
-from icestream.sources.kafka import Budget, KafkaOptions, KafkaSource
+from icestream.sources.kafka import KafkaOptions, KafkaSource
 from icestream.sources.kafka.route import Route
 from icestream.sources.kafka.split import Keys, Reading
 from icestream.sources.postgres import PostgresOptions, PostgresSource
@@ -396,18 +396,17 @@ def open_source(config: PipelineConfig, spark: SparkSession) -> Source:
         return _kafka_source(config, options, spark.sparkContext.defaultParallelism)
     if isinstance(options, PostgresOptions):
         parallelism = spark.sparkContext.defaultParallelism
-        bytes_max = config.cadence.epoch_bytes_max
         by = partial(_delete_columns, config)
-        return PostgresSource(options, config.name, bytes_max, parallelism, by)
+        return PostgresSource(options, config.name, config.cadence.budget, parallelism, by)
 
     def index(tasks: Sequence[Any]) -> Sequence[Any]:
         return map_tasks(spark, tasks)
 
-    bytes_max = config.cadence.epoch_bytes_max
+    budget = config.cadence.budget
     if options.kafka is not None:
         workers = spark.sparkContext.defaultParallelism
-        return CockroachdbTopics(options, config.name, index, workers, bytes_max)
-    return CockroachdbFiles(options, config.name, index, bytes_max)
+        return CockroachdbTopics(options, config.name, index, workers, budget)
+    return CockroachdbFiles(options, config.name, index, budget)
 
 
 def _delete_columns(config: PipelineConfig, table: str) -> Sequence[str]:
@@ -440,8 +439,7 @@ def _kafka_source(config: PipelineConfig, options: KafkaOptions, workers: int) -
         dead_letters=config.on_error == DEAD_LETTER,
         keyed=options.keyed,
     )
-    budget = Budget(rows=config.cadence.epoch_rows_max, bytes=config.cadence.epoch_bytes_max)
-    source = KafkaSource(options, config.name, reading, budget, workers)
+    source = KafkaSource(options, config.name, reading, config.cadence.budget, workers)
     source.table_names = table_names_of(sink)
     return source
 

@@ -16,6 +16,7 @@ its frontier advances in memory, and becomes durable with the next epoch or hear
 import itertools
 import json
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -50,6 +51,7 @@ from icestream.schema import (
 )
 from icestream.sinks import Committed, Sink, StaleWrite, Writer, Written
 from icestream.sources import (
+    Budget,
     LettersTried,
     Part,
     Source,
@@ -75,6 +77,8 @@ RETRY_SECONDS_MAX = 30.0
 # A table's schema may need several steps until it takes an epoch; each adds columns.
 REWRITES_MAX = 50
 TABLES_IN_PARALLEL = 8
+# While an epoch's time has not come, the source is asked this often whether a whole one waits.
+BACKLOG_LOOK_SECONDS = 1.0
 
 
 class State(StrEnum):
@@ -131,19 +135,28 @@ class Cadence:
 
     commit_interval: float = field(
         default=10.0,
-        metadata={"doc": "Time between two looks for new changes.", "unit": "duration"},
+        metadata={
+            "doc": "While running, the source is asked for new changes this often, and what has "
+            "come becomes an epoch. Sooner when `epoch_rows_max` or `epoch_bytes_max` has come, or "
+            "a backlog is there.",
+            "unit": "duration",
+        },
     )
     epochs_in_flight: int = field(
         default=3, metadata={"doc": "Epochs that are read and written at the same time."}
     )
     epoch_rows_max: int = field(
         default=2_000_000,
-        metadata={"doc": "Rows of an epoch at most, where the source can tell before it reads."},
+        metadata={
+            "doc": "An epoch ends at the first boundary of the source after so many rows: a record "
+            "of Kafka, the end of a transaction, a resolved timestamp. Where nobody has counted "
+            "the rows (copies of tables, files of changefeeds) only `epoch_bytes_max` counts."
+        },
     )
     epoch_bytes_max: int = field(
         default=1024**3,
         metadata={
-            "doc": "Bytes of the source after which an epoch ends at the next boundary.",
+            "doc": "An epoch ends at the first boundary of the source after so many bytes of it.",
             "unit": "bytes",
         },
     )
@@ -163,6 +176,11 @@ class Cadence:
         if self.epoch_rows_max < 1 or self.epoch_bytes_max < 1:
             raise ConfigInvalid("epoch_rows_max and epoch_bytes_max must be at least 1")
 
+    @property
+    def budget(self) -> Budget:
+        """How much an epoch may hold."""
+        return Budget(rows=self.epoch_rows_max, bytes=self.epoch_bytes_max)
+
 
 class Pipeline:
     """One source, one sink, many tables."""
@@ -181,6 +199,7 @@ class Pipeline:
         self._number = 0
         self._durable = Frontier()
         self._durable_at = time.monotonic()
+        self._looked_at = -math.inf
         self._settled = threading.Condition()
         self._settled_number = 0
         self._given_up_number = 0
@@ -393,7 +412,7 @@ class Pipeline:
                             raise trouble
                         return
                     else:
-                        self._stop.wait(self._cadence.commit_interval)
+                        self._stop.wait(min(self._seconds_left(), BACKLOG_LOOK_SECONDS))
             finally:
                 # Whatever is still being written is given up; nobody sees it.
                 self._stop.set()
@@ -413,17 +432,31 @@ class Pipeline:
         in_flight.clear()
         self._pending.clear()
         self._source.give_up(lost)
+        self._looked_at = -math.inf
         with self._settled:
             self._settled_number = self._number
 
     def _next_boundary(self, lower: Frontier, once: bool, busy: bool) -> Frontier | None:
-        """The next upper bound; the source is asked only when all it named are used up."""
+        """The next upper bound; the source is asked only when all it named are used up.
+
+        A running pipeline asks once per `commit_interval`: what came meanwhile is one epoch. It
+        asks at once when a whole epoch waits.
+        """
         if once and self._source.caught_up(lower):
             self._pending.clear()
-        elif not self._pending and not busy:
+        elif not self._pending and not busy and (once or self._is_time(lower)):
+            self._looked_at = time.monotonic()
             self._pending.extend(self._available(lower, once))
         metrics.LAG_EPOCHS.labels(self.name).set(len(self._pending))
         return self._pending.popleft() if self._pending else None
+
+    def _seconds_left(self) -> float:
+        """The time until the source is asked again, unless a backlog comes before."""
+        since = time.monotonic() - self._looked_at
+        return max(0.0, self._cadence.commit_interval - since)
+
+    def _is_time(self, lower: Frontier) -> bool:
+        return self._seconds_left() == 0.0 or self._source.backlog(lower)
 
     def _available(self, lower: Frontier, once: bool) -> Sequence[Frontier]:
         """What the source has; while it does not answer a running pipeline waits, stalled."""

@@ -26,6 +26,21 @@ class SplitsLost(SourceUnavailable):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """How much an epoch may hold: it ends at the source's first boundary after one of these."""
+
+    rows: int
+    bytes: int
+
+    def spent(self, rows: int, size_bytes: int) -> bool:
+        """Whether so much fills an epoch."""
+        return rows >= self.rows or size_bytes >= self.bytes
+
+
+UNBOUNDED = Budget(rows=2**63, bytes=2**63)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
     """Rows of a table that are to be looked up by their keys, and the columns that are wanted."""
 
@@ -247,6 +262,15 @@ class Source(Protocol):
         Raises `HistoryLost` when the source can no longer serve `lower`.
         """
         ...
+
+    def backlog(self, lower: Frontier) -> bool:
+        """Whether the next epoch shall begin at once, and not when its time has come.
+
+        So it is while as much waits after `lower` as an epoch may hold, and while tables are
+        copied. It is asked about once a second and has to be cheap. A source that names everything
+        that it has in one answer of `available` need not answer it.
+        """
+        return False
 
     def catch_up(self, table: str, lower: Frontier, durable: Frontier) -> Sequence[Frontier]:
         """Told that a table lies behind: bounds it has to reach before those of `available`."""

@@ -8,8 +8,8 @@ from tests.faults import rounds
 from tests.lake import Lake
 from tests.servers import RestCatalog
 
-# Chosen for what they hold: kills, lost answers and rivals, in several tables. A place that is added
-# to `failpoints.PLACES` changes what a seed brings: choose again when no run is killed.
+# Chosen for what they hold: kills, lost answers and rivals, in several tables. A place that is
+# added to `failpoints.PLACES` changes what a seed brings: choose again when no run is killed.
 SEEDS = (38, 59)
 FAULTY_RUNS = 1
 

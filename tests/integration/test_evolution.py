@@ -21,7 +21,7 @@ def create(lake: Lake, name: str, columns: str) -> str:
 
 
 def into(name: str) -> dict[str, Any]:
-    """The setting that asks for a table that is there already, so that the pipeline may write it."""
+    """The setting that asks for a table that is there already, so that it may be written."""
     return {"tables": {name: {"table": name}}}
 
 

@@ -12,7 +12,7 @@ import pytest
 from icestream.errors import SourceUnavailable
 from icestream.frontier import START, Frontier
 from icestream.samples.postgres import STOP_SECONDS_MAX, EmbeddedPostgres
-from icestream.sources import postgres
+from icestream.sources import Budget, postgres
 from icestream.sources.postgres import PostgresOptions, PostgresSource
 from tests.integration.postgres_world import session
 from tests.servers import wait_until
@@ -36,7 +36,7 @@ def server(tmp_path: Path) -> Iterator[EmbeddedPostgres]:
 def source(server: EmbeddedPostgres) -> Iterator[PostgresSource]:
     """A source of that table; the pipeline is left out."""
     options = PostgresOptions(dsn=server.dsn, tables=["public.one"])
-    source = PostgresSource(options, NAME, 1024**2)
+    source = PostgresSource(options, NAME, Budget(rows=10_000, bytes=1024**2))
     yield source
     source.close()
 

@@ -312,6 +312,68 @@ def test_a_heartbeat_publishes_a_frontier_without_changes():
     assert scene.notes[-1] == "ack 4"
 
 
+class SteadySource(LogSource):
+    """There is always one more position; `backlogs` says whether a full epoch waits, in turn."""
+
+    def __init__(self, backlogs: Sequence[bool], notes: list[str]):
+        super().__init__("a" * 100, [1], notes)
+        self.backlogs = list(backlogs)
+        self.pipeline: Pipeline | None = None
+
+    def available(self, lower: Frontier) -> Sequence[Frontier]:
+        position = lower["log"][0] if lower["log"] else 0
+        self.bounds = [position + 1]
+        return super().available(lower)
+
+    def backlog(self, lower: Frontier) -> bool:
+        if not self.backlogs:
+            assert self.pipeline is not None
+            self.pipeline.stop()
+        return self.backlogs.pop(0) if self.backlogs else False
+
+
+@pytest.mark.parametrize(
+    ("backlogs", "epochs"),
+    [
+        ([False, False, False], 1),
+        ([False, True, False], 2),
+        ([True, True, True, False], 4),
+    ],
+)
+def test_an_epoch_begins_when_its_time_has_come_or_a_backlog_is_there(
+    monkeypatch, backlogs, epochs
+):
+    """E9, Mend c10: there is always something new, and the interval of an hour is never over."""
+    # How often a backlog is asked for changes nothing but the time that the test takes.
+    monkeypatch.setattr(icestream.pipeline, "BACKLOG_LOOK_SECONDS", 0.0)
+    scene = Scene("a", [1])
+    scene.source = steady = SteadySource(backlogs, scene.notes)
+    steady.pipeline = scene.pipeline(commit_interval=3600.0)
+    steady.pipeline.run()
+    assert scene.positions("a") == list(range(epochs))
+
+
+def test_epochs_that_were_given_up_are_asked_for_at_once(monkeypatch):
+    """E9, Mend c10: their changes have waited for their time already."""
+    # As above.
+    monkeypatch.setattr(icestream.pipeline, "BACKLOG_LOOK_SECONDS", 0.0)
+    scene = Scene("a", [1])
+    scene.source = steady = SteadySource([False], scene.notes)
+    scene.workers.troubles = [SplitsLost("gone")]
+    steady.pipeline = scene.pipeline(commit_interval=3600.0)
+    steady.pipeline.run()
+    assert scene.positions("a") == [0]
+
+
+def test_a_single_run_does_not_wait():
+    """E9, Mend c10: it asks until there is nothing more, however long the interval is."""
+    scene = Scene("aaa", [1])
+    grow = scene.source.bounds.append
+    scene.workers.after = lambda epoch: grow(epoch + 1) if epoch < 3 else None
+    scene.run(commit_interval=3600.0)
+    assert scene.positions("a") == [0, 1, 2]
+
+
 def test_several_epochs_are_written_at_once_and_committed_in_order():
     """E5: up to epochs_in_flight; commits stay strictly in order."""
     scene = Scene("aaaaaa", [1, 2, 3, 4, 5, 6])

@@ -14,7 +14,7 @@ from icestream.epoch import Epoch
 from icestream.errors import ConfigInvalid
 from icestream.frontier import Frontier, Position
 from icestream.schema import parse_type
-from icestream.sources import Source
+from icestream.sources import Budget, Source
 from icestream.sources.cockroachdb import CockroachdbOptions
 from icestream.sources.cockroachdb.hlc import format_hlc, resolved_of
 
@@ -26,10 +26,10 @@ class Changefeed(Source):
 
     keyed = False
 
-    def __init__(self, options: CockroachdbOptions, pipeline: str, epoch_bytes_max: int):
+    def __init__(self, options: CockroachdbOptions, pipeline: str, budget: Budget):
         self._options = options
         self._pipeline = pipeline
-        self._epoch_bytes_max = epoch_bytes_max
+        self._budget = budget
         self._declared = {
             table: {name: parse_type(kind) for name, kind in columns.items()}
             for table, columns in options.columns.items()
@@ -63,21 +63,22 @@ class Changefeed(Source):
         self,
         start: Position,
         waiting: Sequence[Position],
-        sizes: Sequence[int],
+        sizes: Sequence[tuple[int, int]],
         more_to_come: bool = False,
     ) -> list[Position]:
-        """Those of the waiting timestamps that are far enough apart, or have enough bytes between.
+        """Those of the waiting timestamps that are far enough apart, or have an epoch between them.
 
-        A last one that stays alone is taken when its time is over, unless more is known to come.
+        `sizes` are the rows and the bytes that each adds to those before it. A last one that stays
+        alone is taken when its time is over, unless more is known to come.
         """
         spacing = int(self._options.resolved_every * 1e9)
         chosen: list[Position] = []
-        last, size = (start[0] if start else 0), 0
-        for resolved, added in zip(waiting, sizes, strict=True):
-            size += added
-            if resolved[0] - last >= spacing or size >= self._epoch_bytes_max:
+        last, rows, size = (start[0] if start else 0), 0, 0
+        for resolved, (rows_added, size_added) in zip(waiting, sizes, strict=True):
+            rows, size = rows + rows_added, size + size_added
+            if resolved[0] - last >= spacing or self._budget.spent(rows, size):
                 chosen.append(resolved)
-                last, size = resolved[0], 0
+                last, rows, size = resolved[0], 0, 0
         quiet = waiting and not more_to_come and time.time_ns() - waiting[-1][0] >= spacing
         if quiet and waiting[-1] not in chosen:
             chosen.append(waiting[-1])

@@ -51,7 +51,7 @@ from icestream.schema import (
     cast_text,
     schema_from_json,
 )
-from icestream.sources import TableSplit
+from icestream.sources import UNBOUNDED, Budget, TableSplit
 from icestream.sources.cockroachdb import CockroachdbOptions
 from icestream.sources.cockroachdb.feed import Changefeed, refuse_other_key
 from icestream.sources.cockroachdb.hlc import (
@@ -367,9 +367,9 @@ class CockroachdbFiles(Changefeed):
         options: CockroachdbOptions,
         pipeline: str,
         index: IndexFiles,
-        epoch_bytes_max: int = 1024**3,
+        budget: Budget = UNBOUNDED,
     ):
-        super().__init__(options, pipeline, epoch_bytes_max)
+        super().__init__(options, pipeline, budget)
         self._index = index
         self._files: dict[str, FeedFile] = {}
         self._markers: set[Position] = set()
@@ -429,7 +429,9 @@ class CockroachdbFiles(Changefeed):
         waiting = sorted(m for m in markers if (m[0], m[1] + 1) > start)
         if waiting:
             self._refuse_gap(lower, listing)
-        boundaries = self.thinned(start, waiting, self._bytes_before(waiting))
+        boundaries = self.thinned(
+            start, waiting, [(0, size) for size in self._bytes_before(waiting)]
+        )
         if len(boundaries) > 1:
             self._index_unknown()
         return self._frontiers(boundaries, lower)

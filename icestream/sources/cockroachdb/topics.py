@@ -32,7 +32,7 @@ from icestream.epoch import Epoch
 from icestream.errors import DataRejected, IcestreamError, SourceUnavailable
 from icestream.frontier import Frontier, Position
 from icestream.schema import Column, TableShape, joined_columns, schema_from_json
-from icestream.sources import SplitsLost, TableSplit
+from icestream.sources import UNBOUNDED, Budget, SplitsLost, TableSplit
 from icestream.sources.cockroachdb import CockroachdbOptions, TopicsOptions
 from icestream.sources.cockroachdb.feed import Changefeed, refuse_other_key
 from icestream.sources.cockroachdb.hlc import RESOLVED, after, resolved_of
@@ -195,9 +195,9 @@ class CockroachdbTopics(Changefeed):
         pipeline: str,
         index: IndexTopics,
         workers: int,
-        epoch_bytes_max: int = 1024**3,
+        budget: Budget = UNBOUNDED,
     ):
-        super().__init__(options, pipeline, epoch_bytes_max)
+        super().__init__(options, pipeline, budget)
         assert options.kafka is not None
         self._kafka: TopicsOptions = options.kafka
         self._index = index
@@ -213,6 +213,7 @@ class CockroachdbTopics(Changefeed):
         self._samples: dict[str, list[TopicSplit]] = {}
         self._written: set[str] = set()
         self._waiting: list[Partition] = []
+        self._more = False
         self._stalled: tuple[float, PartitionStalled] | None = None
 
     # What there is
@@ -275,7 +276,12 @@ class CockroachdbTopics(Changefeed):
         if chosen and self._listed() != self._topics:
             # Rows that a marker speaks of may be in a partition that was not there a moment ago.
             return self.available(lower)
+        self._more = len(chosen) > EPOCHS_AHEAD or (bool(chosen) and bool(self._unindexed()))
         return [self._frontier(lower, resolved) for resolved in chosen[:EPOCHS_AHEAD]]
+
+    def backlog(self, lower: Frontier) -> bool:
+        """Whether the last answer of `available` left out a part of what was there."""
+        return self._more
 
     def caught_up(self, frontier: Frontier) -> bool:
         """Whether what had come everywhere at the start lies before a frontier."""
@@ -503,11 +509,12 @@ class CockroachdbTopics(Changefeed):
             for run in index.runs
             if run.last >= starts[partition_parts(name)[0]]
         ]
-        sizes = [0] * len(waiting)
+        sizes = [(0, 0)] * len(waiting)
         for run in runs:
             number = bisect.bisect_left(waiting, run.last)
             if number < len(waiting):
-                sizes[number] += run.size_bytes
+                rows, size = sizes[number]
+                sizes[number] = rows + run.end - run.start, size + run.size_bytes
         chosen = self.thinned(start, waiting, sizes, more_to_come=bool(self._unindexed()))
         return _with_rows(chosen, runs)
 

@@ -32,7 +32,7 @@ from icestream.errors import ConfigInvalid, DataRejected, HistoryLost, Icestream
 from icestream.frontier import Frontier, Position
 from icestream.names import TableNames
 from icestream.schema import TableShape, distinct_columns, joined_shapes
-from icestream.sources import LettersTried, Part, Source, SplitsLost
+from icestream.sources import Budget, LettersTried, Part, Source, SplitsLost
 from icestream.sources.kafka.changes import no_key
 from icestream.sources.kafka.client import Cluster, Topic
 from icestream.sources.kafka.consumer import PartitionStalled, Range
@@ -185,14 +185,6 @@ class KafkaOptions:
         return {**self.properties, "bootstrap.servers": self.bootstrap_servers}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Budget:
-    """How much an epoch may hold."""
-
-    rows: int
-    bytes: int
-
-
 class KafkaSource(Source):
     """See the module and `icestream.sources.Source`."""
 
@@ -229,6 +221,7 @@ class KafkaSource(Source):
         self.letter_box: dead_letters.LetterBox | None = None
         self.table_names: TableNames | None = None
         self._skipped: Mapping[Partition, Indices] = {}
+        self._more = False
         self._tried: dict[tuple[str, str], LettersTried] = {}
 
     # What there is
@@ -310,7 +303,23 @@ class KafkaSource(Source):
             now = self._moved(now, ends, groups)
             passed = {name: at for group in groups for name, at in group.positions(now).items()}
             frontiers.append(Frontier({**_frontier(lower, now, first).positions, **passed}))
+        self._more = now != ends
         return frontiers
+
+    def backlog(self, lower: Frontier) -> bool:
+        """Whether records wait that were left out of the last answer, or fill an epoch.
+
+        One that cannot be answered waits for its time, when `available` tells why.
+        """
+        if self._more:
+            return True
+        begun = {_parts(name)[:2]: at[0] for name, at in _of_partitions(lower).items() if at}
+        try:
+            ends = self._cluster.stable_ends([place for place in self._bounds if place in begun])
+        except IcestreamError:
+            return False
+        waiting = sum(max(0, end - begun[place]) for place, end in ends.items())
+        return waiting >= self._rows_at_once()
 
     def milestone(self, epoch: Epoch) -> bool:
         """Whether `start: latest` begins here: a restart must not begin anywhere else."""

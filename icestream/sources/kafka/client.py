@@ -127,8 +127,14 @@ class Cluster:
         if not partitions:
             return {}
         earliest = self._offsets(partitions, OffsetSpec.earliest())  # type: ignore[no-untyped-call]
-        ends = self._offsets(partitions, OffsetSpec.latest())  # type: ignore[no-untyped-call]
+        ends = self.stable_ends(partitions)
         return {partition: (earliest[partition], ends[partition]) for partition in partitions}
+
+    def stable_ends(self, partitions: Sequence[tuple[str, int]]) -> Mapping[tuple[str, int], int]:
+        """The offset of each partition up to which all is decided; one request to each broker."""
+        if not partitions:
+            return {}
+        return self._offsets(partitions, OffsetSpec.latest())  # type: ignore[no-untyped-call]
 
     def offsets_at(
         self, partitions: Sequence[tuple[str, int]], milliseconds: int

@@ -38,7 +38,7 @@ from icestream.errors import (
 )
 from icestream.frontier import Frontier, Position
 from icestream.schema import TableShape, parse_type
-from icestream.sources import Source, Split, SplitsLost
+from icestream.sources import Budget, Source, Split, SplitsLost
 from icestream.sources.postgres.backfill import (
     LOCK_SECONDS,
     PAGE_BYTES,
@@ -70,7 +70,14 @@ from icestream.sources.postgres.decode import TYPES_QUERY, PgType, in_binary, ki
 from icestream.sources.postgres.publications import Coverage, left_out, waiting
 from icestream.sources.postgres.server import PgTable, Server, Slot, table_name
 from icestream.sources.postgres.spool import Spool
-from icestream.sources.postgres.wal import SILENCE_SECONDS, Segment, Start, WalReader, Witness
+from icestream.sources.postgres.wal import (
+    SILENCE_SECONDS,
+    Segment,
+    Start,
+    WalReader,
+    Witness,
+    epochs,
+)
 
 log = logging.getLogger(__name__)
 
@@ -167,14 +174,14 @@ class PostgresSource(Source):
         self,
         options: PostgresOptions,
         pipeline: str,
-        bytes_max: int,
+        budget: Budget,
         parallelism: int = 2,
         delete_columns: Callable[[str], Sequence[str]] = lambda _: (),
     ):
         self._options = options
         self._parallelism = parallelism
         self._delete_columns = delete_columns
-        self._bytes_max = bytes_max
+        self._budget = budget
         self._server = Server(parse_dsn(options.dsn), pipeline, options.slot, options.publication)
         self._pipeline = pipeline
         self._spool: Spool | None = None
@@ -281,6 +288,15 @@ class PostgresSource(Source):
         if pending:
             return self._later_bounds(at, pending[0])
         return self._stream_bounds(at, self._target)
+
+    def backlog(self, lower: Frontier) -> bool:
+        """Whether tables are being copied, or the stream holds a full epoch behind `lower`."""
+        if self._initial is not None or self._later is not None:
+            # Snapshots are held open until the copy is seen to be complete.
+            return True
+        if self._waiting is None and not self._copied(lower):
+            return True
+        return self._reader is not None and self._reader.full((lower[self._wal] or (0,))[0])
 
     def milestone(self, epoch: Epoch) -> bool:
         """Whether the copy of a table ends with this epoch: it shall never be made again."""
@@ -652,7 +668,7 @@ class PostgresSource(Source):
             self._describe,
             self._spool_folder(),
             begin,
-            self._bytes_max,
+            self._budget,
         )
 
     def _spool_folder(self) -> Path:
@@ -786,7 +802,7 @@ class PostgresSource(Source):
         return self._options.tables_in_parallel
 
     def _rounds(self, table: PgTable, position: Position) -> list[Round]:
-        pages_max = max(1, min(SPLIT_PAGES * SPLITS_PER_ROUND, self._bytes_max // PAGE_BYTES))
+        pages_max = max(1, min(SPLIT_PAGES * SPLITS_PER_ROUND, self._budget.bytes // PAGE_BYTES))
         begin = (position[2], position[3])
         return rounds(table.leaves, begin, self._options.chunk_pages, pages_max)
 
@@ -944,7 +960,7 @@ class PostgresSource(Source):
     # --- the stream ---------------------------------------------------------------------------
 
     def _stream_bounds(self, at: Frontier, until: int) -> list[Frontier]:
-        """Ends of segments behind `at`; waits while the stream has not come to `until`."""
+        """Ends of epochs behind `at`; waits while the stream has not come to `until`."""
         assert self._reader is not None
         position = at[self._wal][0]
         deadline = time.monotonic() + _MARK_SECONDS_MAX
@@ -958,7 +974,8 @@ class PostgresSource(Source):
                 raise self._reader.failed
             if behind or position >= until:
                 self._renew_witness()
-                ends = [self._position_behind(segment) for segment in behind]
+                groups = epochs(behind, self._budget)
+                ends = [self._position_behind(group[-1]) for group in groups]
                 return [at.join(Frontier({self._wal: end})) for end in ends]
             if time.monotonic() > deadline:
                 raise SourceUnavailable(

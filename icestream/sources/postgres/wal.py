@@ -22,7 +22,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -39,6 +39,7 @@ from icestream.errors import (
     NeedsOperator,
     SourceUnavailable,
 )
+from icestream.sources import Budget
 from icestream.sources.postgres.changes import MOVED_IN, MOVED_OUT, Relation
 from icestream.sources.postgres.connection import Connection, Inbox, lsn_text, server_error
 from icestream.sources.postgres.framing import SHARES, State, Stop, gather, walk
@@ -51,8 +52,10 @@ _BUFFER_BYTES = 32 * 1024**2
 _BUFFER_ROWS = 1 << 18
 # A segment below this is not worth being cut into shares.
 _SHARED_BYTES_MIN = 4 * 1024**2
-# Segments that may wait to be taken, so that reading goes on while an epoch is written.
-_SEGMENTS_WAITING = 4
+# An epoch is made of segments, so that it ends not long after it is full.
+_SEGMENTS_PER_EPOCH = 4
+# Full epochs that may wait: reading goes on while one of them is written.
+_EPOCHS_WAITING = 2
 _STATUS_SECONDS = 5.0
 # The server is asked for an answer with every status; one that says nothing for so long is gone.
 SILENCE_SECONDS = 120.0
@@ -122,6 +125,7 @@ class Segment:
     bytes_by_relation: dict[int, int] = field(default_factory=dict)
     moved: set[int] = field(default_factory=set)
     truncated: dict[int, tuple[int, int]] = field(default_factory=dict)
+    rows: int = 0
     committed_at: float = 0.0
     witness: Witness | None = None
 
@@ -136,12 +140,28 @@ class Segment:
         return not self.batches and not self.truncated
 
 
+def epochs(segments: Sequence[Segment], budget: Budget) -> list[list[Segment]]:
+    """Segments in groups, each of which but the last is as much as an epoch may hold."""
+    found: list[list[Segment]] = []
+    for segment in segments:
+        if found and not _full(found[-1], budget):
+            found[-1].append(segment)
+        else:
+            found.append([segment])
+    return found
+
+
+def _full(segments: Sequence[Segment], budget: Budget) -> bool:
+    rows, size = sum(each.rows for each in segments), sum(each.size_bytes for each in segments)
+    return budget.spent(rows, size)
+
+
 class WalReader:
     """Reads the stream in a thread of its own and hands out whole segments.
 
-    `describe` turns a relation message into a `Relation`, or None for a table of no interest. At
-    most `bytes_max` bytes wait in closed segments before reading pauses. The stream that `connect`
-    opens begins where `start` says, and must show its witness before anything else.
+    `describe` turns a relation message into a `Relation`, or None for a table of no interest.
+    Reading pauses when two full epochs wait: one that is written, and the next. The stream that
+    `connect` opens begins where `start` says, and must show its witness before anything else.
     """
 
     def __init__(
@@ -150,21 +170,22 @@ class WalReader:
         describe: Callable[[bytes], Relation | None],
         folder: Path,
         start: Start,
-        bytes_max: int,
+        budget: Budget,
     ):
         self.relations: list[Relation] = []
         self.sent_lsn = start.lsn
         self._connect = connect
         self._describe = describe
         self._folder = folder
-        self._bytes_max = bytes_max
-        self._segment_bytes_max = bytes_max // _SEGMENTS_WAITING
+        self._budget = budget
         self._durable = start.lsn
         self._confirmed = start.begin
         self._start = start
         self._known: dict[int, int] = {}
-        self._rows = np.empty((7, _BUFFER_ROWS), dtype=np.int64)
-        self._content = np.empty(_BUFFER_BYTES, dtype=np.uint8)
+        # A segment is closed only where the buffer is full.
+        rows, size = (n // _SEGMENTS_PER_EPOCH for n in (budget.rows, budget.bytes))
+        self._rows = np.empty((7, max(1, min(_BUFFER_ROWS, rows))), dtype=np.int64)
+        self._content = np.empty(max(1, min(_BUFFER_BYTES, size)), dtype=np.uint8)
         self._state = np.zeros(len(State), dtype=np.int64)
         self._state[State.FLOOR] = start.lsn
         self._state[State.AWAITED] = start.witness.at if start.witness else 0
@@ -193,6 +214,21 @@ class WalReader:
             if self.failed is None:
                 self._cut()
             return list(self._closed)
+
+    def full(self, behind: int) -> bool:
+        """Whether as much has come behind a position as an epoch may hold."""
+        with self._lock:
+            closed = [segment for segment in self._closed if segment.upper > behind]
+            rows = sum(segment.rows for segment in closed)
+            size = sum(segment.size_bytes for segment in closed)
+            if not self._state[State.TORN]:
+                rows += self._open.rows + int(self._state[State.ROWS_WHOLE])
+                size += self._open.size_bytes + int(self._state[State.BYTES])
+            return self._budget.spent(rows, size)
+
+    def _full_epochs(self, behind: int) -> int:
+        found = epochs([s for s in self._closed if s.upper > behind], self._budget)
+        return sum(_full(each, self._budget) for each in found)
 
     def serves(self, start: int) -> bool:
         """Whether what follows `start` is here, or is still to come."""
@@ -283,8 +319,7 @@ class WalReader:
                 if self._stopped:
                     return
                 # What is durable may be kept for a copy's round, which waits for what follows.
-                waiting = [s.size_bytes for s in self._closed if s.upper > self._durable]
-                full = sum(waiting) > self._bytes_max
+                full = self._full_epochs(self._durable) >= _EPOCHS_WAITING
                 if full:
                     self._wake.wait(_POLL_SECONDS)
                 due = time.monotonic() - told >= _STATUS_SECONDS
@@ -436,7 +471,8 @@ class WalReader:
         state = self._state
         if state[State.ROWS_WHOLE]:
             self._flush(int(state[State.ROWS_WHOLE]), closing=False)
-            if self._open.size_bytes >= self._segment_bytes_max:
+            rows, size = _SEGMENTS_PER_EPOCH * self._open.rows, self._open.size_bytes
+            if self._budget.spent(rows, _SEGMENTS_PER_EPOCH * size):
                 self._cut()
         elif state[State.ROWS]:
             # The open transaction is larger than the buffer: what came before it goes on alone.
@@ -482,12 +518,15 @@ class WalReader:
         rows, used = self._rows, int(self._state[State.BYTES])
         total = int(self._state[State.ROWS])
         size = int(rows[3, count]) if count < total else used
-        small = closing and not self._open.batches and size < _SHARED_BYTES_MIN
+        # In an epoch with other segments, it would keep these from being decoded in parallel.
+        alone = not self._open.batches and all(each.empty for each in self._closed)
+        small = closing and alone and size < _SHARED_BYTES_MIN
         if self._file is None:
             create_private(self._open.path)
             self._file = pa.ipc.new_file(self._open.path, _SPOOL_SCHEMA)
         self._write_batches(rows[:, :count], self._content[:size], 1 if small else SHARES)
         self._seq += count
+        self._open.rows += count
         rest = total - count
         rows[:, :rest] = rows[:, count:total].copy()
         rows[3, :rest] -= size

@@ -13,6 +13,7 @@ from icestream.change import AT, BEFORE, OP, SEQ, Op
 from icestream.epoch import Epoch
 from icestream.errors import ConfigInvalid, DataRejected, HistoryLost, SourceUnavailable
 from icestream.frontier import START, Frontier
+from icestream.sources import Budget
 from icestream.sources.cockroachdb import CockroachdbOptions, TopicsOptions, topics
 from icestream.sources.cockroachdb.hlc import resolved_of
 from icestream.sources.cockroachdb.topics import CockroachdbTopics
@@ -283,7 +284,7 @@ def test_thinned_timestamps_keep_all_rows(memory):
     assert [len(each) for each in found] == [1, 5, 5]
     size = len(row(1, at(1), v=1)[1])
     many = memory.source(resolved_every=5.0)
-    many._epoch_bytes_max = 2 * size
+    many._budget = Budget(rows=100, bytes=2 * size)
     assert resolved(many.available(START)) == [at(1), at(3), at(5), at(7), at(9), at(11)]
 
 

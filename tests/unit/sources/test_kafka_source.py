@@ -6,12 +6,12 @@ import pyarrow as pa
 import pytest
 
 from icestream.epoch import Epoch
-from icestream.errors import ConfigInvalid, DataRejected, HistoryLost
+from icestream.errors import ConfigInvalid, DataRejected, HistoryLost, SourceUnavailable
 from icestream.frontier import START, Frontier
 from icestream.names import TableNames
 from icestream.schema import TableShape
-from icestream.sources import kafka
-from icestream.sources.kafka import VALID_THROUGH, Budget, KafkaOptions, KafkaSource
+from icestream.sources import Budget, kafka
+from icestream.sources.kafka import VALID_THROUGH, KafkaOptions, KafkaSource
 from icestream.sources.kafka.client import Topic
 from icestream.sources.kafka.consumer import PartitionStalled, Range
 from icestream.sources.kafka.envelope import ValueOptions
@@ -27,6 +27,7 @@ class FakeCluster:
         self.ends = {("t", 0): (0, 10), ("t", 1): (0, 10)}
         self.committed = {}
         self.deletes_kept = None
+        self.trouble = None
 
     def topics(self, names, pattern):
         return {
@@ -36,6 +37,11 @@ class FakeCluster:
 
     def bounds(self, partitions):
         return {partition: self.ends[partition] for partition in partitions}
+
+    def stable_ends(self, partitions):
+        if self.trouble:
+            raise self.trouble
+        return {partition: self.ends[partition][1] for partition in partitions}
 
     def delete_retention(self, topics):
         return {topic: self.deletes_kept for topic in topics if self.deletes_kept is not None}
@@ -134,6 +140,39 @@ def test_an_epoch_holds_no_more_rows_than_it_may(cluster):
         {"0": 96, "1": 4},
         {"0": 100, "1": 4},
     ]
+
+
+@pytest.mark.parametrize(("rows", "size"), [(20, 10**9), (10**6, 20 * 1024)])
+def test_a_full_epoch_is_a_backlog(cluster, rows, size):
+    """E9, Mend c10: as many rows or bytes as an epoch may hold wait after the last one."""
+    one = source(rows=rows, size=size)
+    (upper,) = one.available(START)
+    assert offsets(upper) == {"0": 10, "1": 10}
+    assert not one.backlog(upper)
+    cluster.ends["t", 0] = (0, 29)
+    assert not one.backlog(upper)
+    cluster.ends["t", 1] = (0, 11)
+    assert one.backlog(upper)
+    assert not one.backlog(one.available(upper)[-1])
+
+
+def test_what_an_answer_leaves_out_is_a_backlog(cluster):
+    """E9, Mend c10: no more epochs are named at once than some; the others do not wait."""
+    cluster.ends = {("t", 0): (0, kafka.EPOCHS_AHEAD + 1)}
+    one = source(rows=1)
+    uppers = one.available(START)
+    assert len(uppers) == kafka.EPOCHS_AHEAD
+    assert one.backlog(uppers[-1])
+    (last,) = one.available(uppers[-1])
+    assert not one.backlog(last)
+
+
+def test_a_broker_that_does_not_answer_is_no_backlog(cluster):
+    """E9, Mend c10: what is wrong is told when the time has come to look."""
+    one = source()
+    (upper,) = one.available(START)
+    cluster.trouble = SourceUnavailable("no broker")
+    assert not one.backlog(upper)
 
 
 def test_the_size_of_records_is_learned(cluster):

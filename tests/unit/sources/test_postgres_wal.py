@@ -4,20 +4,25 @@ import fcntl
 import resource
 import socket
 import struct
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from icestream.errors import HistoryLost, SourceUnavailable
+from icestream.sources import Budget
 from icestream.sources.postgres import connection
+from icestream.sources.postgres.changes import Relation
 from icestream.sources.postgres.connection import Inbox, parse_dsn
-from icestream.sources.postgres.wal import Start, WalReader, Witness
+from icestream.sources.postgres.wal import Start, WalReader, Witness, epochs
 from tests.servers import wait_until
 
 LAST = Witness(at=1000, xid=7, time=5_000_000)
 START = 2000
+SMALL = Budget(rows=10_000, bytes=1024**2)
 PATIENCE_SECONDS = 60.0
+PAUSE_SECONDS = 0.6
 
 
 class Wire:
@@ -58,16 +63,75 @@ def wire() -> Iterator[Wire]:
 
 
 def reader(
-    wire: Wire, folder: Path, witness: Witness | None = LAST, silence_seconds: float = 60.0
+    wire: Wire,
+    folder: Path,
+    witness: Witness | None = LAST,
+    silence_seconds: float = 60.0,
+    budget: Budget = SMALL,
+    describe: Callable[[bytes], Relation | None] = lambda message: None,
 ) -> WalReader:
     """A reader that goes on from START."""
     return WalReader(
         lambda: (wire, Inbox(wire.client)),  # type: ignore[arg-type, return-value]
-        lambda message: None,
+        describe,
         folder,
         Start(lsn=START, witness=witness, silence_seconds=silence_seconds),
-        1024**2,
+        budget,
     )
+
+
+def relation(oid: int) -> bytes:
+    return b"R" + struct.pack(">I", oid)
+
+
+def insert(oid: int, value: bytes) -> bytes:
+    """A row of one column."""
+    column = b"t" + struct.pack(">i", len(value)) + value
+    return b"I" + struct.pack(">I", oid) + b"N" + struct.pack(">h", 1) + column
+
+
+@pytest.mark.parametrize(
+    "budget", [Budget(rows=8, bytes=1024**3), Budget(rows=10**6, bytes=8 * len(insert(1, b"v")))]
+)
+def test_an_epoch_ends_with_the_transaction_that_fills_it(
+    wire: Wire, tmp_path: Path, budget: Budget
+):
+    """E9, Mend c10: 20 transactions of a row are two epochs of 8 rows and one of what is left."""
+    known = Relation(oid=1, table="t", columns=[], key=())
+    wire.transaction(LAST)
+    placed = [Witness(at=3000 + 100 * number, xid=number, time=number) for number in range(20)]
+    for number, each in enumerate(placed):
+        wire.transaction(each, *([relation(1)] if not number else []), insert(1, b"v"))
+    wire.keep_alive(placed[-1].at + 10)
+    read = reader(wire, tmp_path, budget=budget, describe=lambda message: known)
+    wait_until(lambda: read.sent_lsn > placed[-1].at, PATIENCE_SECONDS, "all transactions")
+    found = epochs(read.segments(), budget)
+    assert [sum(segment.rows for segment in each) for each in found] == [8, 8, 4]
+    assert [each[-1].upper for each in found] == [placed[n].at + 10 for n in (7, 15, 19)]
+    assert read.full(START) and read.full(found[0][-1].upper)
+    assert not read.full(found[1][-1].upper)
+    read.close()
+
+
+def test_reading_pauses_while_two_epochs_wait(wire: Wire, tmp_path: Path):
+    """E14, Mend c10: a source that is faster than the lake fills no disk."""
+    known = Relation(oid=1, table="t", columns=[], key=())
+    budget = Budget(rows=4, bytes=1024**3)
+    read = reader(wire, tmp_path, budget=budget, describe=lambda message: known)
+    wire.transaction(LAST)
+    for number in range(8):
+        at = 3000 + 100 * number
+        first = [relation(1)] if not number else []
+        wire.transaction(Witness(at=at, xid=number, time=1), *first, insert(1, b"v"))
+    wait_until(lambda: sum(s.rows for s in read.segments()) == 8, PATIENCE_SECONDS, "two epochs")
+    # The reader looks whether it may go on, and then waits for a moment for what comes.
+    time.sleep(PAUSE_SECONDS)
+    wire.transaction(Witness(at=9000, xid=9, time=1), insert(1, b"v"))
+    time.sleep(PAUSE_SECONDS)
+    assert sum(segment.rows for segment in read.segments()) == 8
+    read.confirm(read.segments()[3].upper, LAST.at)
+    wait_until(lambda: sum(s.rows for s in read.segments()) == 9, PATIENCE_SECONDS, "the next row")
+    read.close()
 
 
 def refusal(read: WalReader) -> Exception:
