@@ -226,9 +226,13 @@ class WalReader:
                 size += self._open.size_bytes + int(self._state[State.BYTES])
             return self._budget.spent(rows, size)
 
-    def _full_epochs(self, behind: int) -> int:
-        found = epochs([s for s in self._closed if s.upper > behind], self._budget)
-        return sum(_full(each, self._budget) for each in found)
+    def paused(self) -> bool:
+        """Whether so much waits that nothing more is read until some of it is durable."""
+        with self._lock:
+            # What is durable may be kept for a copy's round, which waits for what follows.
+            waiting = [segment for segment in self._closed if segment.upper > self._durable]
+            found = epochs(waiting, self._budget)
+            return sum(_full(each, self._budget) for each in found) >= _EPOCHS_WAITING
 
     def serves(self, start: int) -> bool:
         """Whether what follows `start` is here, or is still to come."""
@@ -318,8 +322,7 @@ class WalReader:
             with self._lock:
                 if self._stopped:
                     return
-                # What is durable may be kept for a copy's round, which waits for what follows.
-                full = self._full_epochs(self._durable) >= _EPOCHS_WAITING
+                full = self.paused()
                 if full:
                     self._wake.wait(_POLL_SECONDS)
                 due = time.monotonic() - told >= _STATUS_SECONDS
