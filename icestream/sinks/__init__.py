@@ -87,8 +87,9 @@ class Sink(Protocol):
     def prepare(self, table: str, shape: Callable[[], TableShape | None]) -> bool:
         """Make sure that the table is there, claimed, and its key known.
 
-        `shape` is asked only when the table must be created or does not tell its key; when it has
-        no answer yet (None) and the table does not exist, nothing is made and False is returned.
+        `shape` is asked when the table must be created, never took an epoch, or does not tell its
+        key; when it has no answer yet (None) and the table does not exist, or has never taken an
+        epoch, nothing is made and False is returned.
         """
         ...
 

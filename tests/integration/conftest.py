@@ -9,7 +9,9 @@ from pyspark.sql import SparkSession
 from icestream.samples.postgres import EmbeddedPostgres
 from tests.integration.pipelines import Shell, embedded_catalog, give_up_soon
 from tests.integration.postgres_world import World, free_name
+from tests.integration.topics import Topics
 from tests.lake import Lake
+from tests.servers import KafkaBroker
 
 
 @pytest.fixture(autouse=True)
@@ -62,3 +64,18 @@ def world(
         yield world
     finally:
         world.close()
+
+
+@pytest.fixture(scope="module")
+def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KafkaBroker]:
+    """One Kafka broker for all tests of a file."""
+    with KafkaBroker(tmp_path_factory.mktemp("kafka")) as broker:
+        yield broker
+
+
+@pytest.fixture
+def topics(
+    broker: KafkaBroker, spark: SparkSession, embedded: dict[str, str], tmp_path: Path
+) -> Topics:
+    """Topics of the test's own, and a lake."""
+    return Topics(broker, tmp_path.name, spark, embedded)

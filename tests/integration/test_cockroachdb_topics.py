@@ -5,7 +5,7 @@ needs a licence. Spark SQL reads the snapshots; what they must hold is worked ou
 """
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,13 +41,6 @@ CAPTURES = [
     "09_schema_change_backfill.jsonl",
     "17_two_tables.jsonl",
 ]
-
-
-@pytest.fixture(scope="module")
-def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KafkaBroker]:
-    """One broker for all tests of this file."""
-    with KafkaBroker(tmp_path_factory.mktemp("kafka")) as broker:
-        yield broker
 
 
 @dataclass

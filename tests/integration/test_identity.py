@@ -6,7 +6,6 @@ The strangers' tables are made by Spark SQL, and Spark SQL says what became of t
 import json
 import shutil
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,29 +17,14 @@ from icestream.errors import ConfigInvalid, DataRejected
 from icestream.iceberg.catalog import OWNER_PROPERTY
 from icestream.samples import FeedFolder
 from tests.integration.pipelines import Shell, assert_refused, document, run_once
-from tests.integration.topics import NAMESPACE, Topics
+from tests.integration.topics import NAMESPACE
 from tests.lake import Lake
 from tests.oracle import RandomFeed
-from tests.servers import KafkaBroker, RestCatalog, wait_until
+from tests.servers import RestCatalog, wait_until
 
 CONFIG = 2
 UPSERT = {"value": {"envelope": "upsert"}}
 ROUTE = {"route": {"field": "tab"}}
-
-
-@pytest.fixture(scope="module")
-def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KafkaBroker]:
-    """One broker for all tests of this file."""
-    with KafkaBroker(tmp_path_factory.mktemp("kafka")) as broker:
-        yield broker
-
-
-@pytest.fixture
-def topics(
-    broker: KafkaBroker, spark: SparkSession, embedded: dict[str, str], tmp_path: Path
-) -> Topics:
-    """Topics of the test's own, and a lake."""
-    return Topics(broker, tmp_path.name, spark, embedded)
 
 
 def strangers_table(lake: Lake, name: str) -> list[dict[str, Any]]:

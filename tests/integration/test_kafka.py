@@ -4,18 +4,18 @@ import contextlib
 import hashlib
 import io
 import json
+import logging
 import random
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from decimal import Decimal
-from pathlib import Path
 
 import fastavro
 import pytest
 from confluent_kafka import Consumer, TopicPartition
 from confluent_kafka.admin import AdminClient
-from pyspark.sql import SparkSession
 
 from icestream import failpoints
 from icestream.errors import (
@@ -27,28 +27,13 @@ from icestream.errors import (
 )
 from icestream.frontier import Frontier
 from icestream.pipeline import Pipeline
-from tests.integration.pipelines import Shell, assert_refused
-from tests.integration.topics import NAMESPACE, PIPELINE, Topics, created, deleted, updated
+from tests.integration.pipelines import Document, Shell, assert_refused
+from tests.integration.topics import NAMESPACE, PIPELINE, created, deleted, updated
 from tests.registry import StandInRegistry
-from tests.servers import KafkaBroker, wait_until
+from tests.servers import wait_until
 
 DEBEZIUM = {"value": {"format": "json", "envelope": "debezium"}}
 UPSERT = {"value": {"envelope": "upsert"}}
-
-
-@pytest.fixture(scope="module")
-def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KafkaBroker]:
-    """One broker for all tests of this file."""
-    with KafkaBroker(tmp_path_factory.mktemp("kafka")) as broker:
-        yield broker
-
-
-@pytest.fixture
-def topics(
-    broker: KafkaBroker, spark: SparkSession, embedded: dict[str, str], tmp_path: Path
-) -> Topics:
-    """Topics of the test's own, and a lake."""
-    return Topics(broker, tmp_path.name, spark, embedded)
 
 
 def test_a_debezium_topic_becomes_a_table(topics):
@@ -316,6 +301,36 @@ def test_a_compacted_topic_with_gaps_is_read(topics):
     assert rows == {**dict.fromkeys(range(20), 4), 99: 0}
 
 
+COMPACTED = {"cleanup.policy": "compact"}
+SHORT = {"delete.retention.ms": "100"}
+
+
+@pytest.mark.parametrize(
+    ("config", "warned"),
+    [
+        ({**COMPACTED, **SHORT}, True),
+        ({"cleanup.policy": "compact,delete", **SHORT}, True),
+        (COMPACTED, False),
+        (SHORT, False),
+    ],
+    ids=["compacted", "both", "kept for a day", "not compacted"],
+)
+def test_a_compacted_topic_that_is_read_too_late_is_warned_of(topics, caplog, config, warned):
+    """K1, Mend b11: the broker tells how long it keeps deletes; some may have gone unread."""
+    topics.create("orders", config=config)
+    document = topics.document({"topics": ["orders"], **UPSERT})
+    topics.send("orders", [({"id": n}, {"id": n, "v": 1}) for n in range(3)])
+    topics.run(document)
+    assert "later than it keeps deletes" not in caplog.text, "nothing was read before the first run"
+    late = int(1000 * time.time()) - 10_000
+    topics.send("orders", [({"id": n}, {"id": n, "v": 2}) for n in range(3)], at=late)
+    topics.run(document)
+    told = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
+    about = [text for text in told if "later than it keeps deletes" in text]
+    assert len(about) == (1 if warned else 0)
+    assert all(topics.name("orders") in text for text in about)
+
+
 def test_a_key_in_two_partitions_is_ordered_by_time(topics):
     """K1: `keyed: false` re-keys by one shuffle; the newer record wins."""
     topics.create("orders", 2)
@@ -398,6 +413,55 @@ def test_a_value_that_does_not_fit_is_a_dead_letter_too(topics):
     topics.run(topics.document({"topics": ["orders"], **UPSERT}, on_error="dead_letter"))
     assert [row["id"] for row in topics.rows("orders", "id")] == [1, 3]
     assert [json.loads(row["payload"])["id"] for row in topics.rows("orders__dead_letters")] == [2]
+
+
+def test_a_table_without_an_epoch_takes_the_types_that_are_declared_later(topics):
+    """Mend c7, I10: what was refused left an empty table behind; its key changes as well."""
+    name = topics.create("orders")
+    topics.send("orders", [({"id": n}, {"id": n, "v": f"text {n}", "w": 1}) for n in range(3)])
+
+    def document(**declared: str) -> Document:
+        return topics.document({"topics": ["orders"], **UPSERT, "columns": {name: declared}})
+
+    with pytest.raises(DataRejected, match="cannot be taken"):
+        topics.run(document(id="string", v="date"))
+    assert topics.epochs("orders") == []
+    with pytest.raises(DataRejected, match="cannot be taken"):
+        topics.run(document(id="int", v="long"))
+    topics.run(document())
+    assert topics.rows("orders", "id") == [{"id": n, "v": f"text {n}", "w": 1} for n in range(3)]
+    # From its first epoch on a table stays as it is.
+    topics.send("orders", [({"id": 3}, {"id": 3, "v": "3", "w": 1})])
+    topics.run(document(v="long"))
+    assert [row["v"] for row in topics.rows("orders", "id")][3:] == ["3"]
+
+
+def test_a_table_that_its_owner_changed_is_not_shaped_anew(topics):
+    """Mend c7, I10: the other way out, changing the column, is not undone by the next run."""
+    name = topics.create("orders")
+    topics.send("orders", [({"id": 1}, {"id": 1, "v": "text"})])
+    declared = {"topics": ["orders"], **UPSERT, "columns": {name: {"v": "date"}}}
+    with pytest.raises(DataRejected, match="cannot be taken"):
+        topics.run(topics.document(declared))
+    table = topics.lake.table("shop.orders")
+    topics.lake.sql(f"ALTER TABLE {table} DROP COLUMN v")
+    topics.lake.sql(f"ALTER TABLE {table} ADD COLUMN v STRING")
+    topics.run(topics.document(declared))
+    assert topics.rows("orders") == [{"id": 1, "v": "text"}]
+
+
+def test_letters_of_a_table_without_an_epoch_are_taken_once_a_type_is_declared(topics):
+    """Mend c7, E10: all its records were refused, so its topic is read again."""
+    name = topics.create("orders")
+    topics.send("orders", [({"id": n}, {"id": n, "v": f"text {n}"}) for n in range(3)])
+    source = {"topics": ["orders"], **UPSERT}
+    declared = {**source, "columns": {name: {"v": "date"}}}
+    topics.run(topics.document(declared, on_error="dead_letter"))
+    assert topics.epochs("orders") == []
+    assert len(topics.rows("orders__dead_letters")) == 3
+    topics.pipeline(topics.document(source, on_error="dead_letter")).replay()
+    assert topics.rows("orders", "id") == [{"id": n, "v": f"text {n}"} for n in range(3)]
+    assert topics.rows("orders__dead_letters") == []
 
 
 def test_names_that_no_table_can_have_make_letters_and_no_columns(topics):

@@ -26,12 +26,6 @@ NOBODY_LISTENS = "127.0.0.1:1"
 Row = tuple[bytes | None, bytes | None]
 
 
-@pytest.fixture(scope="module")
-def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KafkaBroker]:
-    with KafkaBroker(tmp_path_factory.mktemp("kafka")) as broker:
-        yield broker
-
-
 @pytest.fixture
 def cluster(broker: KafkaBroker) -> Iterator[Cluster]:
     cluster = Cluster(settings(broker))

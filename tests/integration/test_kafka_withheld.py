@@ -3,12 +3,9 @@
 import inspect
 import json
 import random
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from pyspark.sql import SparkSession
 
 from icestream import failpoints
 from icestream.errors import DataRejected, SchemaRejected
@@ -16,26 +13,10 @@ from icestream.sources.kafka.envelope import UNAVAILABLE_VALUE
 from tests.integration.test_kafka import avro
 from tests.integration.topics import NAMESPACE, Topics, created, deleted, updated
 from tests.registry import StandInRegistry
-from tests.servers import KafkaBroker
 
 DEBEZIUM = {"value": {"format": "json", "envelope": "debezium"}}
 KEPT = UNAVAILABLE_VALUE
 TOO_LARGE_FOR_ONE_BATCH = 20
-
-
-@pytest.fixture(scope="module")
-def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KafkaBroker]:
-    """One broker for all tests of this file."""
-    with KafkaBroker(tmp_path_factory.mktemp("kafka")) as broker:
-        yield broker
-
-
-@pytest.fixture
-def topics(
-    broker: KafkaBroker, spark: SparkSession, embedded: dict[str, str], tmp_path: Path
-) -> Topics:
-    """Topics of the test's own, and a lake."""
-    return Topics(broker, tmp_path.name, spark, embedded)
 
 
 def found(topics: Topics, table: str) -> dict[int, tuple[Any, Any]]:

@@ -358,8 +358,9 @@ class IcebergSink:
         if state is None:
             return False
         if state.key is None:
+            if not self._shaped(table, state, shape):
+                return False
             self._warn_of_deleted_metadata(state.handle)
-            self._shape_anew(table, state, shape)
             state.key = self._key(table, state.handle, shape)
             if NAME_MAPPING in state.handle.properties() and (known := shape()):
                 state.meet(known.columns)
@@ -732,21 +733,25 @@ class IcebergSink:
         )
         return self._catalog.create(self.table_name(table), new)
 
-    def _shape_anew(
+    def _shaped(
         self, table: str, state: _TableState, shape: Callable[[], TableShape | None]
-    ) -> None:
+    ) -> bool:
         """Let a table that an earlier run made, and that never took an epoch, have new types.
 
-        Its operator has declared columns since, because their values were refused.
+        Its operator has declared columns since, because their values were refused. False while
+        nobody knows the types that it should have.
         """
         if not self._own_schema(state) or not state.handle.never_held_rows():
-            return
+            return True
         known = shape()
-        columns = new_schema(known).fields if known else ()
-        changed = state.handle.shape_anew([Column(name=c.name, type=c.field_type) for c in columns])
+        if known is None:
+            return False
+        columns = [Column(name=c.name, type=c.field_type) for c in new_schema(known).fields]
+        changed = state.handle.shape_anew(columns)
         if changed:
             self._note_schema(state)
             log.info("columns %s have new types", changed, extra={"table": table})
+        return True
 
     def _own_schema(self, state: _TableState) -> bool:
         """Whether a table that never took an epoch still has the schema that icestream gave it.
