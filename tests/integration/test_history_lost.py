@@ -5,18 +5,21 @@ healed in silence by running once more. `docs/guides/history-lost.md` has the sa
 """
 
 import re
+import shutil
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 from confluent_kafka import TopicPartition
 from confluent_kafka.admin import AdminClient
-from pyspark.sql import SparkSession
 
 from icestream.samples.postgres import EmbeddedPostgres
 from tests.integration import test_cockroachdb_topics as feeds
+from tests.integration import test_postgres_history as restored
 from tests.integration import test_search as searches
 from tests.integration.pipelines import Document, Shell, assert_refused, document
 from tests.integration.postgres_world import World, administrator
@@ -48,25 +51,10 @@ class Loss:
 
 
 @pytest.fixture(scope="module")
-def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KafkaBroker]:
-    """One broker for all tests of this file."""
-    with KafkaBroker(tmp_path_factory.mktemp("kafka")) as broker:
-        yield broker
-
-
-@pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenSearch]:
     """One search node for all tests of this file."""
     with OpenSearch(tmp_path_factory.mktemp("opensearch")) as node:
         yield node
-
-
-@pytest.fixture
-def topics(
-    broker: KafkaBroker, spark: SparkSession, embedded: dict[str, str], tmp_path: Path
-) -> Topics:
-    """Topics of the test's own, and a lake."""
-    return Topics(broker, tmp_path.name, spark, embedded)
 
 
 @pytest.fixture
@@ -171,6 +159,35 @@ def two_servers(
         yield world, other
 
 
+# A server of the test's own, whose data may be replaced.
+own = restored.own
+
+
+def server_restored(world: World) -> Lost:
+    copied(world)
+    restored.stop(world)
+    with TemporaryDirectory() as folder:
+        restored.copied(world, Path(folder) / "copy")
+        world.server.start()
+        world.sql("insert into one select n, 'gone' from generate_series(10, 5000) n")
+        world.run(["public.one"])
+        restored.stop(world)
+        restored.put_back(world, Path(folder) / "copy", promoted=False)
+    world.sql("insert into one values (3, 'c')")
+    return lost_postgres(world)
+
+
+def publication_left_a_table_out(world: World) -> Lost:
+    copied(world)
+    publication = f'"icestream_{world.name}"'
+    world.sql(
+        f"alter publication {publication} drop table one",
+        "insert into one values (3, 'c')",
+        f"alter publication {publication} add table one",
+    )
+    return lost_postgres(world)
+
+
 def another_server(servers: tuple[World, EmbeddedPostgres]) -> Lost:
     world, other = servers
     copied(world)
@@ -213,6 +230,35 @@ def topic_made_anew(topics: Topics) -> Lost:
     topics.broker.delete_topic(read_topic(topics))
     topics.create("orders")
     topics.send("orders", [created(n, v=n) for n in range(30, 50)])
+    return lost_topic(topics)
+
+
+@contextmanager
+def set_back(broker: KafkaBroker, topic: str) -> Iterator[None]:
+    """Let the broker have the records of a partition that it has now, and no others, afterwards.
+
+    So it is when a replica becomes the leader that had not received all of them, or when a disk is
+    restored: the topic keeps its id.
+    """
+    log = broker.folder / "data" / f"{topic}-0"
+    with TemporaryDirectory() as folder:
+        broker.stop()
+        shutil.copytree(log, f"{folder}/log")
+        broker.start()
+        yield
+        broker.stop()
+        shutil.rmtree(log)
+        shutil.copytree(f"{folder}/log", log)
+        broker.start()
+
+
+def topic_set_back(topics: Topics) -> Lost:
+    name = topics.create("orders")
+    topics.send("orders", [created(n, v=n) for n in range(5)])
+    with set_back(topics.broker, name):
+        topics.send("orders", [created(n, v=n) for n in range(5, 10)])
+        topics.run(topic_document(topics))
+    topics.send("orders", [created(n, v=n) for n in range(20, 23)])
     return lost_topic(topics)
 
 
@@ -262,6 +308,19 @@ def feed_retention_passed(world: feeds.World) -> Lost:
     return lost_feed(world)
 
 
+def feed_set_back(world: feeds.World) -> Lost:
+    world.create("t", 1)
+    world.feed.row("t", feeds.row(1, feeds.at(1), v=1))
+    world.feed.resolve(feeds.at(2))
+    world.flush()
+    with set_back(world.topics.broker, world.topics.name("t")):
+        world.feed.row("t", feeds.row(1, feeds.at(3), v=3))
+        world.feed.row("t", feeds.row(2, feeds.at(3), v=3))
+        world.feed.resolve(feeds.at(4))
+        world.run()
+    return lost_feed(world)
+
+
 def feed_made_anew(world: feeds.World) -> Lost:
     feed_read(world)
     world.topics.broker.delete_topic(world.topics.name("t"))
@@ -293,6 +352,7 @@ def harmed(harm: Callable[[Search], None]) -> Callable[[Search], Lost]:
 SLOT = "PostgreSQL no longer has the changes that follow"
 TOPIC = "was deleted and created anew"
 OFFSET = "no longer has offset"
+END = "where it was read up to"
 REMOVED = "were removed from"
 LOSSES: Mapping[str, Loss] = {
     "postgres: slot dropped": Loss(said=SLOT, world="world", lose=slot_dropped),
@@ -304,8 +364,15 @@ LOSSES: Mapping[str, Loss] = {
     "postgres: another server": Loss(
         said="another PostgreSQL answers at", world="two_servers", lose=another_server
     ),
+    "postgres: server restored": Loss(
+        said="restored from an older copy", world="own", lose=server_restored
+    ),
+    "postgres: table left out of the publication": Loss(
+        said="may have left out changes of", world="world", lose=publication_left_a_table_out
+    ),
     "kafka: retention passed": Loss(said=OFFSET, world="topics", lose=retention_passed),
     "kafka: topic made anew": Loss(said=TOPIC, world="topics", lose=topic_made_anew),
+    "kafka: partition set back": Loss(said=END, world="topics", lose=topic_set_back),
     "cockroachdb files: files and markers removed": Loss(
         said=REMOVED, world="folder", lose=files_removed_with_markers
     ),
@@ -318,6 +385,9 @@ LOSSES: Mapping[str, Loss] = {
     ),
     "cockroachdb kafka: topic made anew": Loss(
         said=TOPIC, world="feed_topics", lose=feed_made_anew
+    ),
+    "cockroachdb kafka: partition set back": Loss(
+        said=END, world="feed_topics", lose=feed_set_back
     ),
     "iceberg: snapshots expired": Loss(
         said="has been expired", world="search", lose=harmed(searches.expired)

@@ -46,7 +46,8 @@ def refuse_lost(topic: str, number: int, offset: int, bounds: tuple[int, int]) -
         raise HistoryLost(
             f"{where} ends at offset {end}, before {offset} where it was read up to",
             detail="Records that were read are gone from the broker, or it is another one.",
-            hint="Check `bootstrap_servers`, and whether the partition lost its replicas.",
+            hint="Check `bootstrap_servers`. If the partition lost records, build the tables anew "
+            "under another pipeline name: rows of lost records are in the old ones.",
         )
 
 
