@@ -40,7 +40,7 @@ class LetterBox(Protocol):
         ...
 
     def positions(self, table: str, snapshot_id: int) -> pa.Table:
-        """Position and size in bytes of each letter, ordered by position."""
+        """Position, size in bytes and time (`at`) of each letter, ordered by position."""
         ...
 
     def read(self, table: str, snapshot_id: int, first: str, last: str) -> pa.Table:

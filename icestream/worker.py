@@ -36,7 +36,14 @@ from icestream.iceberg.rows import from_spark, to_spark
 from icestream.schema import SchemaGap, arrow_schema, schema_from_json
 from icestream.sinks import Writer
 from icestream.sinks.transformed import TransformingWriter
-from icestream.sources import FrameSplit, Need, Split, TableSplit, TablesUnready, ValuesNeeded
+from icestream.sources import (
+    FrameSplit,
+    Split,
+    TableSplit,
+    TablesUnready,
+    ValuesNeeded,
+    joined_needs,
+)
 from icestream.sources.iceberg import changelog
 from icestream.spark import Row, as_rows, attempt_number, run_frame, run_tasks, task_frame
 from icestream.transform import (
@@ -227,7 +234,7 @@ def _outcome(rows: Iterable[Row], tasks: int) -> Outcome:
     if lacks:
         raise Unready(lacks)
     if needed:
-        raise _together(needed)
+        raise joined_needs(needed)
     check(done >= tasks, "every task of the epoch reports that it is done")
     return Outcome(reports=reports, rows=read, learned=learned)
 
@@ -338,19 +345,6 @@ def _refuse_nameless(table: str, identified: bool, changes: pa.Table) -> None:
             detail="The table has no identifier columns and no row ids.",
             hint="Set `identifier_columns` of the table, or upgrade it to format version 3.",
         )
-
-
-def _together(needed: Sequence[ValuesNeeded]) -> ValuesNeeded:
-    """What all splits ask for, each table once."""
-    by_table: dict[str, list[Need]] = {}
-    for need in (need for each in needed for need in each.needs):
-        by_table.setdefault(need.table, []).append(need)
-    together = []
-    for table, own in sorted(by_table.items()):
-        columns = sorted({column for need in own for column in need.columns})
-        keys = pa.concat_tables([need.keys for need in own], promote_options="permissive")
-        together.append(Need(table=table, keys=keys, columns=columns))
-    return ValuesNeeded(*together)
 
 
 def _shares(splits: Sequence[Split], writer: Writer, keyed: bool, parallelism: int) -> Shares:

@@ -64,6 +64,19 @@ class ValuesNeeded(Exception):
         return ValuesNeeded, self.needs
 
 
+def joined_needs(needed: Sequence[ValuesNeeded]) -> ValuesNeeded:
+    """What all of them ask for, each table once."""
+    by_table: dict[str, list[Need]] = {}
+    for need in (need for each in needed for need in each.needs):
+        by_table.setdefault(need.table, []).append(need)
+    together = []
+    for table, own in sorted(by_table.items()):
+        columns = sorted({column for need in own for column in need.columns})
+        keys = pa.concat_tables([need.keys for need in own], promote_options="permissive")
+        together.append(Need(table=table, keys=keys, columns=columns))
+    return ValuesNeeded(*together)
+
+
 class TablesUnready(Exception):
     """What tables lack that a split has changes of, found by reading all of it.
 

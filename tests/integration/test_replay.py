@@ -2,14 +2,11 @@
 
 import json
 import random
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from confluent_kafka import TopicPartition
 from confluent_kafka.admin import AdminClient
-from pyspark.sql import SparkSession
 
 from icestream.config import open_sink, parse
 from icestream.errors import ConfigInvalid, HistoryLost
@@ -17,27 +14,11 @@ from icestream.iceberg.catalog import OWNER_PROPERTY
 from icestream.sources import LettersTried
 from tests.integration.pipelines import Document, Shell, assert_refused
 from tests.integration.topics import NAMESPACE, PIPELINE, Topics
-from tests.servers import KafkaBroker
 
 LETTERS = "orders__dead_letters"
 # `put` and `drop` are unknown at first: records that say so are letters.
 FIRST = {"i": "insert", "u": "update", "d": "delete"}
 LATER = {**FIRST, "put": "update", "drop": "delete", "new": "insert"}
-
-
-@pytest.fixture(scope="module")
-def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KafkaBroker]:
-    """One broker for all tests of this file."""
-    with KafkaBroker(tmp_path_factory.mktemp("kafka")) as broker:
-        yield broker
-
-
-@pytest.fixture
-def topics(
-    broker: KafkaBroker, spark: SparkSession, embedded: dict[str, str], tmp_path: Path
-) -> Topics:
-    """Topics of the test's own, and a lake."""
-    return Topics(broker, tmp_path.name, spark, embedded)
 
 
 def told(operations: dict[str, str]) -> dict[str, Any]:
@@ -259,10 +240,10 @@ def test_rows_that_are_only_added_need_no_log(topics):
     assert positions(topics) == [f"{name}/0/2"]
 
 
-def forget(topics: Topics, name: str, offset: int) -> None:
-    """Let the broker lose the records before an offset."""
+def forget(topics: Topics, name: str, offset: int, partition: int = 0) -> None:
+    """Let the broker lose the records of a partition before an offset."""
     admin = AdminClient({"bootstrap.servers": topics.broker.bootstrap_servers})
-    for future in admin.delete_records([TopicPartition(name, 0, offset)]).values():
+    for future in admin.delete_records([TopicPartition(name, partition, offset)]).values():
         future.result(30)
 
 
@@ -403,6 +384,59 @@ def test_records_of_a_key_in_several_partitions_are_refused(topics):
         replay(topics, later)
     replay(topics, later, as_is=True)
     assert stored(topics) == {1: "letter"}
+
+
+def grown_topic(topics: Topics, first: Document) -> str:
+    """A topic that was given partitions; letters lie before and after, and later records."""
+    name = topics.create("orders")
+    topics.send("orders", [change(n, "i", "old") for n in range(40)])
+    topics.send("orders", [change(n, "put", "letter") for n in range(30)])
+    topics.run(first)
+    topics.broker.add_partitions(name, 4)
+    topics.send("orders", [change(n, "u" if n % 2 else "d", "new") for n in range(10)])
+    topics.send("orders", [change(n, "put", "second letter") for n in range(5, 20)])
+    topics.run(first)
+    assert {place.split("/")[1] for place in positions(topics)} == {"0", "1", "2", "3"}
+    return name
+
+
+def test_a_letter_of_a_key_that_has_moved_is_older_than_its_later_records(topics):
+    """E10, K10, Mend b9: the topic was given partitions, and all of them tell what is newer."""
+    first, later = documents(topics)
+    grown_topic(topics, first)
+    replay(topics, later)
+    expected = {n: "new" for n in range(5) if n % 2}
+    expected |= dict.fromkeys(range(5, 20), "second letter")
+    expected |= dict.fromkeys(range(20, 30), "letter")
+    expected |= dict.fromkeys(range(30, 40), "old")
+    assert stored(topics) == expected
+    assert positions(topics) == []
+    topics.send("orders", [change(0, "i", "last"), change(1, "u", "last")])
+    topics.run(later)
+    assert stored(topics) == {**expected, 0: "last", 1: "last"}
+
+
+def test_letters_of_a_key_in_two_partitions_are_one_row_as_they_are(topics):
+    """E10, E3, Mend b9: --as-is; the last letter is the row, whatever was there."""
+    first, later = documents(topics)
+    name = grown_topic(topics, first)
+    forget(topics, name, 50)
+    replay(topics, later, as_is=True)
+    expected = dict.fromkeys(range(30), "letter") | dict.fromkeys(range(5, 20), "second letter")
+    assert stored(topics) == {**expected, **dict.fromkeys(range(30, 40), "old")}
+    assert positions(topics) == []
+
+
+def test_a_partition_that_the_key_may_have_moved_to_must_reach_back_too(topics, shell: Shell):
+    """E7, E10, Mend b9: what it has lost may have been newer than the letter."""
+    first, later = documents(topics)
+    name = grown_topic(topics, first)
+    forget(topics, name, 1, partition=2)
+    before = topics.lake.snapshots(f"{NAMESPACE}.orders")
+    answer = shell("replay", shell.write(later))
+    assert_refused(answer, 3, "partition 2", "no longer reaches back", "--as-is")
+    assert topics.lake.snapshots(f"{NAMESPACE}.orders") == before
+    assert positions(topics) != []
 
 
 def test_letters_of_an_older_version_leave_too(topics):

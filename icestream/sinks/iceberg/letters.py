@@ -29,12 +29,19 @@ class IcebergLetterBox:
         return handle.head(self._pipeline, self._sink.branch).snapshot_id if handle else None
 
     def positions(self, table: str, snapshot_id: int) -> pa.Table:
-        """Position and size of each letter."""
+        """Position, size and time of each letter."""
         handle = self._handle(table)
         names = _staged_names(handle)
         sizes = [f"coalesce(octet_length({names[part]}), 0)" for part in ("key", "payload")]
-        columns = {dead_letters.POSITION: names[dead_letters.POSITION], "size": " + ".join(sizes)}
-        schema = pa.schema([(dead_letters.POSITION, pa.large_string()), ("size", pa.int64())])
+        columns = {
+            dead_letters.POSITION: names[dead_letters.POSITION],
+            "size": " + ".join(sizes),
+            "at": names["at"],
+        }
+        at = arrow_schema(schema_from_json(handle.schema_json())).field("at").type
+        schema = pa.schema(
+            [(dead_letters.POSITION, pa.large_string()), ("size", pa.int64()), ("at", at)]
+        )
         return self._rows(handle, snapshot_id, columns, schema, ("", ""))
 
     def read(self, table: str, snapshot_id: int, first: str, last: str) -> pa.Table:

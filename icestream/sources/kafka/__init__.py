@@ -21,10 +21,10 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from itertools import groupby
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from icestream import dead_letters
 from icestream.epoch import Epoch
@@ -55,10 +55,12 @@ from icestream.sources.kafka.registry import RegistryOptions
 from icestream.sources.kafka.replay import (
     GROUP_BYTES_MAX,
     REPLAYED,
+    FirstLetter,
     LetterGroup,
     Letters,
     LetterSplit,
     by_partition,
+    first_letters,
     groups,
     places,
     together,
@@ -819,37 +821,92 @@ class KafkaSource(Source):
                 "with `keyed: false` nothing tells whether a letter is older than its row",
                 hint="Use --as-is: letters then replace the rows of their keys.",
             )
-        where = places(positions)
-        first = where.group_by(["topic", "partition"]).aggregate([("offset", "min")])
-        for each in first.filter(pc.is_valid(first.column("topic"))).to_pylist():
-            _, problem = self._log_from(
-                each["topic"], each["partition"], each["offset_min"], durable
-            )
+        for own, moved in self._tried_together(first_letters(known), durable):
+            _, problem = self._logs_of(own, moved, durable)
             if problem:
                 raise problem
 
     def _held_against_log(self, as_is: bool) -> bool:
         return not self._reading.only_added and not as_is
 
-    def _log_from(
-        self, topic: str, partition: int, offset: int, durable: Frontier
-    ) -> tuple[Range | None, IcestreamError | None]:
-        """The log from a letter up to a frontier, or why it cannot be read."""
+    def _tried_together(
+        self, firsts: Sequence[FirstLetter], durable: Frontier
+    ) -> list[tuple[list[FirstLetter], bool]]:
+        """Partitions whose letters are tried in one split, and whether their keys may have moved.
+
+        It is one partition, or all of a topic whose keys may have. The first letters of each are
+        given, those of a topic one after the other.
+        """
+        found: list[tuple[list[FirstLetter], bool]] = []
+        for topic, own in groupby(firsts, lambda first: first.topic):
+            partitions = list(own)
+            if self._may_have_moved(topic, min(each.at for each in partitions), durable):
+                found.append((partitions, True))
+            else:
+                found += [([each], False) for each in partitions]
+        return found
+
+    def _may_have_moved(self, topic: str, since: int, durable: Frontier) -> bool:
+        """Whether keys of a time may have later records in other partitions, up to a frontier."""
         now = self._topics.get(topic)
-        end = durable[_name(now, partition)] if now else ()
-        if not end or (topic, partition) in _recreated(durable):
-            detail = "The topic is not there any more, or was deleted and created anew."
-        elif self._bounds.get((topic, partition), (offset, 0))[0] > offset:
-            begins = self._bounds[topic, partition][0]
-            detail = f"A letter is at offset {offset}, and the partition begins at {begins}."
-        else:
-            return Range(topic=topic, partition=partition, start=offset, end=end[0]), None
-        return None, HistoryLost(
-            f"partition {partition} of topic {topic} no longer reaches back to its dead letters",
-            detail=f"{detail} Nothing tells whether later records changed the same rows.",
-            hint="Use --as-is: letters then replace the rows of their keys, whatever is there. "
-            "Or delete the letters from their table.",
-        )
+        span = span_of(durable, now) if now is not None and self._ordered else None
+        return span is not None and since < span.until
+
+    def _logs_of(
+        self, firsts: Sequence[FirstLetter], moved: bool, durable: Frontier
+    ) -> tuple[list[Range], IcestreamError | None]:
+        """The log from the first letters of partitions up to a frontier, or why there is none."""
+        topic = self._topics.get(firsts[0].topic)
+        recreated_partitions = _recreated(durable)
+        for each in firsts:
+            place = (each.topic, each.partition)
+            end = durable[_name(topic, each.partition)] if topic else ()
+            if topic is None or not end or place in recreated_partitions:
+                why = "The topic is not there any more, or was deleted and created anew."
+                return [], _log_lost(place, why)
+            begins = self._bounds.get(place, (each.offset, 0))[0]
+            if begins > each.offset:
+                why = f"A letter is at offset {each.offset}, and the partition begins at {begins}."
+                return [], _log_lost(place, why)
+        assert topic is not None
+        if moved:
+            return self._logs_since(topic, min(each.at for each in firsts), durable)
+        ranges = [
+            Range(
+                topic=topic.name,
+                partition=each.partition,
+                start=each.offset,
+                end=durable[_name(topic, each.partition)][0],
+            )
+            for each in firsts
+        ]
+        return ranges, None
+
+    def _logs_since(
+        self, topic: Topic, since: int, durable: Frontier
+    ) -> tuple[list[Range], IcestreamError | None]:
+        """The log of a whole topic from a time up to a frontier, or why it cannot be read.
+
+        Without the time (-1) it is all that was read. What lies before the place where reading
+        began was never taken.
+        """
+        read = {
+            (topic.name, number): at
+            for number in range(topic.partitions)
+            if (at := durable[_name(topic, number)])
+        }
+        oldest = self._cluster.offsets_at(list(read), 0)
+        later = self._cluster.offsets_at(list(read), max(since, 0))
+        ranges = []
+        for place, (end, first) in read.items():
+            begins = self._bounds.get(place, (first, 0))[0]
+            if begins > first and not 0 <= oldest[place][1] < since:
+                why = f"It begins at offset {begins}, and keys of letters may have moved to it."
+                return [], _log_lost(place, why)
+            start = max(first, later[place][0] if later[place][0] >= 0 else end)
+            if start < end:
+                ranges.append(Range(topic=place[0], partition=place[1], start=start, end=end))
+        return ranges, None
 
     def _letter_splits(self, name: str, epoch: Epoch) -> list[LetterSplit]:
         """Letters of an epoch, a split for each partition."""
@@ -860,22 +917,23 @@ class KafkaSource(Source):
             return []
         group = LetterGroup.at(name, at)
         if at[0] - (before[0] if before else 0) > 1:
-            return [self._letter_split(group, None, None, _replays_lost(group.table))]
+            return [self._letter_split(group, [], None, _replays_lost(group.table))]
         try:
             rows = self._letter_rows(group)
         except HistoryLost as lost:
-            return [self._letter_split(group, None, None, lost)]
+            return [self._letter_split(group, [], None, lost)]
+        # What lies beyond is read from the log in its turn.
+        known = [each.before(ends.get(each.place, 0)) for each in by_partition(rows)]
+        letters = {each.place: each for each in known if len(each.records)}
         splits = []
-        for letters in by_partition(rows):
-            # What lies beyond is read from the log in its turn.
-            letters = letters.before(ends.get((letters.topic, letters.partition), 0))
-            if not len(letters.records):
-                continue
-            log, problem = None, None
+        firsts = [each.first() for each in letters.values()]
+        for own, moved in self._tried_together(firsts, epoch.lower):
+            logs, problem = None, None
             if self._held_against_log(group.as_is):
-                offset = int(letters.records.offsets[0])
-                log, problem = self._log_from(letters.topic, letters.partition, offset, epoch.lower)
-            splits.append(self._letter_split(group, letters, log, problem))
+                logs, problem = self._logs_of(own, moved, epoch.lower)
+            together = [letters[each.topic, each.partition] for each in own]
+            split = self._letter_split(group, together, logs, problem)
+            splits.append(replace(split, by_time=moved))
         return splits
 
     def _letter_rows(self, group: LetterGroup) -> pa.Table:
@@ -887,18 +945,18 @@ class KafkaSource(Source):
     def _letter_split(
         self,
         group: LetterGroup,
-        letters: Letters | None,
-        log: Range | None,
+        letters: Sequence[Letters],
+        logs: Sequence[Range] | None,
         problem: IcestreamError | None,
     ) -> LetterSplit:
         owner = group.table.removesuffix(dead_letters.SUFFIX)
         route = self._reading.route
-        topics = {letters.topic} if letters else {owner}
+        topics = {each.topic for each in letters} or {owner}
         return LetterSplit(
             letters_table=group.table,
             owner=owner if owner in route.tables else None,
             letters=letters,
-            log=log,
+            logs=logs,
             reading=self._reading,
             tables=frozenset({group.table, *self._tables_of_topics(topics)}),
             problem=problem,
@@ -959,6 +1017,16 @@ def _joined(parts: Sequence[Mapping[Partition, Indices]]) -> dict[Partition, Ind
         partition: np.concatenate([part[partition] for part in parts if partition in part])
         for partition in partitions
     }
+
+
+def _log_lost(place: Partition, why: str) -> HistoryLost:
+    topic, partition = place
+    return HistoryLost(
+        f"partition {partition} of topic {topic} no longer reaches back to dead letters",
+        detail=f"{why} Nothing tells whether later records changed the same rows.",
+        hint="Use --as-is: letters then replace the rows of their keys, whatever is there. "
+        "Or delete the letters from their table.",
+    )
 
 
 def _replays_lost(table: str) -> HistoryLost:

@@ -8,6 +8,9 @@ row is. So the log is read again from the letter up to where the pipeline is, an
 letters' keys are applied, of which the last wins. That is what the table would hold had the letter
 been taken in its turn. Where every record is a row of its own the letters alone are added.
 
+When the topic was given partitions since, the key may have moved: then all partitions are read from
+the time of the first letter on, and times order the changes (`icestream.sources.kafka.growth`).
+
 A letter is settled when every table that it belongs to has taken it; it leaves the letters in the
 same epoch.
 """
@@ -15,6 +18,7 @@ same epoch.
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -26,10 +30,16 @@ from icestream import dead_letters
 from icestream.change import OP, SEQ, Op
 from icestream.errors import IcestreamError
 from icestream.frontier import Frontier, Position
-from icestream.sources import LettersTried, Targets
+from icestream.sources import LettersTried, Targets, ValuesNeeded, joined_needs
 from icestream.sources.kafka.consumer import Range, read_range
 from icestream.sources.kafka.rows import Indices, Mask, Records
-from icestream.sources.kafka.split import BATCH_BYTES, Reading, TableChanges
+from icestream.sources.kafka.split import (
+    BATCH_BYTES,
+    Partition,
+    Reading,
+    TableChanges,
+    running_maximum,
+)
 
 # Letters travel to workers through the coordinator, which should not have to hold many.
 GROUP_BYTES_MAX = 64 * 1024**2
@@ -90,6 +100,16 @@ def groups(sizes: Sequence[int], rows_max: int, bytes_max: int) -> list[tuple[in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FirstLetter:
+    """The least offset of letters of a partition, and their least time in ms, -1 if unknown."""
+
+    topic: str
+    partition: int
+    offset: int
+    at: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Letters:
     """Letters of one partition: the records that they are, in order, and the table's rows."""
 
@@ -97,6 +117,20 @@ class Letters:
     partition: int
     records: Records
     rows: pa.Table
+
+    @property
+    def place(self) -> Partition:
+        """The partition."""
+        return self.topic, self.partition
+
+    def first(self) -> FirstLetter:
+        """Where they begin; there must be one."""
+        return FirstLetter(
+            topic=self.topic,
+            partition=self.partition,
+            offset=int(self.records.offsets[0]),
+            at=int(self.records.timestamps.min()),
+        )
 
     def before(self, offset: int) -> "Letters":
         """Those that lie before an offset."""
@@ -125,6 +159,34 @@ def places(positions: pa.Array) -> pa.Table:
     )
 
 
+def first_letters(known: pa.Table) -> list[FirstLetter]:
+    """The first letters of each partition by positions and times, topic by topic."""
+    where = places(known.column(dead_letters.POSITION).combine_chunks())
+    at = pa.array(_milliseconds(known.column("at")))
+    firsts = (
+        where.append_column("at", at)
+        .filter(pc.is_valid(where.column("topic")))
+        .group_by(["topic", "partition"], use_threads=False)
+        .aggregate([("offset", "min"), ("at", "min")])
+        .sort_by([("topic", "ascending"), ("partition", "ascending")])
+    )
+    return [
+        FirstLetter(
+            topic=each["topic"],
+            partition=each["partition"],
+            offset=each["offset_min"],
+            at=each["at_min"],
+        )
+        for each in firsts.to_pylist()
+    ]
+
+
+def _milliseconds(at: pa.ChunkedArray) -> Indices:
+    """Times of letters, -1 where they are not known."""
+    micros = at.combine_chunks().cast(pa.int64())
+    return np.asarray(pc.fill_null(micros, -_MICROSECONDS)) // _MICROSECONDS
+
+
 def by_partition(rows: pa.Table) -> list[Letters]:
     """Rows of a table of letters, partition by partition, each in the order of its offsets."""
     where = places(rows.column(dead_letters.POSITION).combine_chunks())
@@ -147,29 +209,31 @@ def by_partition(rows: pa.Table) -> list[Letters]:
 
 
 def _records(rows: pa.Table, offsets: Sequence[int]) -> Records:
-    micros = rows.column("at").combine_chunks().cast(pa.int64())
     return Records(
         keys=rows.column("key").combine_chunks().cast(pa.binary()),
         values=rows.column("payload").combine_chunks().cast(pa.binary()),
         offsets=np.asarray(offsets, dtype=np.int64),
-        timestamps=np.asarray(pc.fill_null(micros, -_MICROSECONDS)) // _MICROSECONDS,
+        timestamps=_milliseconds(rows.column("at")),
     )
 
 
 @dataclass(slots=True, kw_only=True)
 class LetterSplit:
-    """Letters of one partition, and the part of its log that they have to be held against.
+    """Letters of some partitions, and the parts of the log that they have to be held against.
 
-    `owner` is the one table that they are for; None when they may be for any. `problem` is raised
-    when the split is read: what cannot be tried again concerns its tables, and no others.
+    There is one partition, or with `by_time` all those of a topic whose keys may have moved.
+    Without `logs` (None) the letters are applied as they are. `owner` is the one table that they
+    are for; None when they may be for any. `problem` is raised when the split is read: what cannot
+    be tried again concerns its tables, and no others.
     """
 
     letters_table: str
     owner: str | None
-    letters: Letters | None
-    log: Range | None
+    letters: Sequence[Letters]
+    logs: Sequence[Range] | None
     reading: Reading
     tables: Collection[str]
+    by_time: bool = False
     problem: IcestreamError | None = None
     each_key_once: bool = False
     tried: LettersTried | None = None
@@ -178,7 +242,7 @@ class LetterSplit:
     @property
     def size_bytes(self) -> int:
         """What the letters hold."""
-        return self.letters.rows.nbytes if self.letters else 0
+        return sum(each.rows.nbytes for each in self.letters)
 
     def with_stored(self, table: str, values: pa.Table | None) -> "LetterSplit":
         """The same split with rows of a table that it asked for.
@@ -196,29 +260,49 @@ class LetterSplit:
         """The changes of the letters that are taken, and how the letters change by that."""
         if self.problem:
             raise self.problem
-        assert self.letters is not None
-        letters = self.letters
-        tables = TableChanges(self.reading, targets, self.stored)
-        tables.letters_of = self._letters_of
-        whole = tables.changes(_span(letters), letters.records, _times(letters))
-        verdicts = _Verdicts(self, chain(whole, tables.completed()))
-        tables.refuse_unready()
-        yield from self._effects(verdicts.taken(), targets)
-        yield from self._letters(verdicts)
-        self.tried = verdicts.counted()
+        verdicts = self._verdicts(targets)
+        yield from self._effects(_all_taken(verdicts), targets)
+        for each in verdicts:
+            yield from self._letters(each)
+        self.tried = replace(
+            together(each.counted() for each in verdicts)[0], part=verdicts[0].part()
+        )
 
-    def _letters_of(self, table: str) -> str:
+    def _verdicts(self, targets: Targets) -> list["_Verdicts"]:
+        """What tables say of the letters, for each partition; raises what is lacking for any."""
+        verdicts: list[_Verdicts] = []
+        needed: list[ValuesNeeded] = []
+        lacking = self._tables(targets)
+        for letters in self.letters:
+            tables = self._tables(targets)
+            tables.letters_of = partial(self._letters_of, letters.topic)
+            whole = tables.changes(_span(letters), letters.records, _times(letters))
+            try:
+                verdicts.append(_Verdicts(self, letters, chain(whole, tables.completed())))
+            except ValuesNeeded as need:
+                needed.append(need)
+            lacking.lack(tables.missing, tables.gaps)
+        lacking.refuse_unready()
+        if needed:
+            raise joined_needs(needed)
+        return verdicts
+
+    def _tables(self, targets: Targets) -> TableChanges:
+        tables = TableChanges(self.reading, targets, self.stored)
+        tables.by_time |= self.by_time
+        return tables
+
+    def _letters_of(self, topic: str, table: str) -> str:
         """Where a letter belongs that a table refuses, or nobody understands (its topic)."""
-        assert self.letters is not None
         # Where a record has one table it has one place for its letter too.
-        own = not self.reading.route.tables or table in (self.owner, self.letters.topic)
+        own = not self.reading.route.tables or table in (self.owner, topic)
         return self.letters_table if own else dead_letters.table_of(table)
 
     def _effects(
         self, taken: Mapping[str, pa.Table], targets: Targets
     ) -> Iterator[tuple[str, pa.Table]]:
         """What the letters do to their tables, held against the log where there is one."""
-        if self.log is None:
+        if self.logs is None:
             for table, batch in taken.items():
                 yield table, _replacing(batch) if targets.key(table) else batch
             return
@@ -227,26 +311,28 @@ class LetterSplit:
             yield table, batch.filter(pc.equal(batch.column(OP), int(Op.DELETE)))
         if not taken:
             return
-        tables = TableChanges(self.reading, targets, self.stored)
+        tables = self._tables(targets)
         tables.only = {
             table: _Keys(batch, targets.key(table)).among for table, batch in taken.items()
         }
-        for table, batch in chain(self._logged(self.log, tables), tables.completed()):
+        logged = chain.from_iterable(self._logged(log, tables) for log in self.logs)
+        for table, batch in chain(logged, tables.completed()):
             yield table, _replacing(batch)
         tables.refuse_unready()
 
     def _logged(self, log: Range, tables: TableChanges) -> Iterator[tuple[str, pa.Table]]:
+        newest = -1
         for records in read_range(
             self.reading.settings,
             log,
             read_timeout=self.reading.read_timeout,
             batch_bytes=BATCH_BYTES,
         ):
-            yield from tables.changes(log, records, records.offsets)
+            at, newest = running_maximum(records.timestamps, newest)
+            yield from tables.changes(log, records, at)
 
     def _letters(self, verdicts: "_Verdicts") -> Iterator[tuple[str, pa.Table]]:
-        assert self.letters is not None
-        rows = self.letters.rows
+        rows = verdicts.letters.rows
         yield (
             self.letters_table,
             dead_letters.removed(
@@ -268,13 +354,12 @@ class LetterSplit:
 
 
 class _Verdicts:
-    """What tables said of letters; letters are known by their numbers."""
+    """What tables said of letters of one partition; letters are known by their numbers."""
 
-    def __init__(self, split: LetterSplit, found: Iterator[tuple[str, pa.Table]]):
-        assert split.letters is not None
+    def __init__(self, split: LetterSplit, letters: Letters, found: Iterator[tuple[str, pa.Table]]):
         self._split = split
-        self._letters = split.letters
-        self._offsets = split.letters.records.offsets
+        self.letters = letters
+        self._offsets = letters.records.offsets
         self._batches: dict[str, list[pa.Table]] = {}
         # Letters that rows were found in, for any table, whether it took them or not.
         self._routed = np.zeros(len(self._offsets), dtype=np.bool_)
@@ -313,12 +398,9 @@ class _Verdicts:
     def _numbers(self, offsets: Indices) -> Indices:
         return np.searchsorted(self._offsets, offsets)
 
-    def taken(self) -> dict[str, pa.Table]:
-        """The changes of each table that takes any."""
-        return {
-            table: pa.concat_tables(batches, promote_options="permissive")
-            for table, batches in self._batches.items()
-        }
+    def taken(self) -> Mapping[str, Sequence[pa.Table]]:
+        """The changes of each table that takes any, in batches."""
+        return self._batches
 
     def leaving(self) -> Mask:
         """The letters that do not stay in their table."""
@@ -326,17 +408,33 @@ class _Verdicts:
         gone[list(self.rejected.get(self._split.letters_table, {}))] = False
         return gone
 
+    def part(self) -> str:
+        """The place of the first letter."""
+        return f"{self.letters.topic}/{self.letters.partition}/{self._offsets[0]}"
+
     def counted(self) -> LettersTried:
         """How many were taken, and why others were not."""
         reasons = Counter(text for each in self.rejected.values() for text in each.values())
         refused = {number for each in self.rejected.values() for number in each}
         return LettersTried(
             table=self._split.letters_table,
-            part=f"{self._letters.topic}/{self._letters.partition}/{self._offsets[0]}",
+            part=self.part(),
             read=len(self._offsets),
             taken=len(self._offsets) - len(refused),
             rejected=reasons,
         )
+
+
+def _all_taken(verdicts: Sequence[_Verdicts]) -> dict[str, pa.Table]:
+    """The changes of each table that takes any of the letters."""
+    batches: dict[str, list[pa.Table]] = {}
+    for each in verdicts:
+        for table, found in each.taken().items():
+            batches.setdefault(table, []).extend(found)
+    return {
+        table: pa.concat_tables(found, promote_options="permissive")
+        for table, found in batches.items()
+    }
 
 
 def together(tried: Iterable[LettersTried]) -> list[LettersTried]:

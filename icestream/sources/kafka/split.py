@@ -146,7 +146,7 @@ class KafkaSplit:
                 rows, size = rows + len(records), size + records.keys.nbytes + records.values.nbytes
                 if self.size_bytes + size > self.bytes_max and len(records) < rows:
                     raise RangesTooLarge(self._reached(each, int(records.offsets[0])))
-                at, newest = _running_maximum(records.timestamps, newest)
+                at, newest = running_maximum(records.timestamps, newest)
                 yield from tables.changes(each, *self._left(each, records, at))
                 if tables.has_seen_enough(self.size_bytes + size):
                     tables.refuse_unready()
@@ -362,6 +362,12 @@ class TableChanges:
         stored = self._stored[need.table]
         return stored is None or {*need.columns} <= {*stored.column_names}
 
+    def lack(self, missing: Mapping[str, TableShape], gaps: Mapping[str, Sequence[Column]]) -> None:
+        """Note what others have found lacking."""
+        self.missing = joined_shapes(self.missing, missing)
+        for table, columns in gaps.items():
+            self.gaps[table] = joined_columns(self.gaps.get(table, ()), columns)
+
     def refuse_unready(self) -> None:
         """Raise what tables lack, if they lack anything."""
         if self.missing or self.gaps:
@@ -423,7 +429,7 @@ def _reasons(lost: Mapping[str, Mask]) -> dict[int, str]:
     return reasons
 
 
-def _running_maximum(timestamps: Indices, newest: int) -> tuple[Indices, int]:
+def running_maximum(timestamps: Indices, newest: int) -> tuple[Indices, int]:
     """Times that never go back within a partition, and the newest so far."""
     if not len(timestamps):
         return timestamps, newest

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from icestream.errors import HistoryLost
 from icestream.frontier import START, Frontier
 from icestream.sources import kafka
 from icestream.sources.kafka import KafkaSource
@@ -13,7 +14,7 @@ from icestream.sources.kafka.consumer import PartitionStalled
 from icestream.sources.kafka.envelope import ValueOptions
 from icestream.sources.kafka.growth import GRACE_MS, end_of_unknown, span_of
 from icestream.sources.kafka.split import RangesTooLarge
-from tests.unit.sources.test_kafka_source import FakeCluster, epoch, ranges, source
+from tests.unit.sources.test_kafka_source import FakeCluster, FakeLetters, epoch, ranges, source
 
 TOPIC = "t"
 NOW = 1_700_000_000_000
@@ -145,6 +146,89 @@ def test_a_growth_that_is_seen_is_remembered_until_producers_know_of_it(cluster,
     cluster.write(until + 2, 1)
     ((_, together),), lower = read_all(upserting(), cluster, lower)
     assert not together
+
+
+def grown(cluster: TimedCluster, clock: list[int]) -> tuple[Frontier, int]:
+    """Two partitions with a record each second, four from then on; where reading is, and until."""
+    for second in range(10):
+        cluster.write(NOW + 1000 * second, second % 2)
+    clock[0] = NOW + 10_000
+    _, lower = read_all(upserting(), cluster, START)
+    cluster.grow(4)
+    for second in range(10, 30):
+        cluster.write(NOW + 1000 * second, second % 4)
+    clock[0] = NOW + 30_000
+    _, lower = read_all(upserting(), cluster, lower)
+    until = clock[0] + GRACE_MS
+    for second in range(8):
+        cluster.write(until + 1000 * second, second % 4)
+    clock[0] = until + 10_000
+    _, lower = read_all(upserting(), cluster, lower)
+    span = span_of(lower, Topic(name=TOPIC, id="one", partitions=4))
+    assert span is not None and span.passed
+    return lower, span.until
+
+
+def tried(cluster: TimedCluster, lower: Frontier, *letters: tuple[int, int], as_is: bool = False):
+    """Which letters (partition, offset) are tried in which splits, with which parts of the log."""
+    one = upserting()
+    one.letter_box = FakeLetters(t__dead_letters=[f"t/{n}/{offset}" for n, offset in letters])
+    one.letter_box.times = {f"t/{n}/{at}": cluster.log[TOPIC, n][at] for n, at in letters}
+    one.found(["t", "t__dead_letters"])
+    (group,) = one.letters(lower, None, as_is)
+    return [
+        (
+            [each.partition for each in split.letters],
+            None if split.logs is None else [(r.partition, r.start, r.end) for r in split.logs],
+            split.by_time,
+        )
+        for split in one.splits(epoch(lower, group.after(lower)))
+    ]
+
+
+def test_letters_are_held_against_every_partition_that_their_keys_may_be_in(cluster, clock):
+    """E10, K10, Mend b9: all of them from the letter's time on, if it is from before the growth."""
+    lower, until = grown(cluster, clock)
+    ends = {number: len(cluster.log[TOPIC, number]) for number in range(4)}
+    # Seconds 0, 2, 4 ... are in partition 0; the letter is of second 6.
+    since = {0: 3, 1: 3, 2: 0, 3: 0}
+    everything = [(number, since[number], ends[number]) for number in range(4)]
+    assert tried(cluster, lower, (0, 3)) == [([0], everything, True)]
+    assert tried(cluster, lower, (0, 3), (2, 1)) == [([0, 2], everything, True)]
+    assert tried(cluster, lower, (0, 3), (2, 1), as_is=True) == [([0, 2], None, True)]
+    late = {
+        number: next(n for n, at in enumerate(cluster.log[TOPIC, number]) if at >= until)
+        for number in range(4)
+    }
+    expected = [([n], [(n, late[n], ends[n])], False) for n in (1, 3)]
+    assert tried(cluster, lower, (1, late[1]), (3, late[3])) == expected
+
+
+def test_a_partition_that_lost_what_a_moved_key_may_have_is_said(cluster, clock):
+    """E7, E10, Mend b9: unless what is left of it is older than the letter."""
+    lower, _ = grown(cluster, clock)
+
+    def lose(partition: int, begins: int) -> None:
+        cluster.ends[TOPIC, partition] = (begins, len(cluster.log[TOPIC, partition]))
+        cluster.log[TOPIC, partition][:begins] = [-1] * begins
+
+    lose(1, 2)
+    assert tried(cluster, lower, (0, 3))[0][1][1] == (1, 3, len(cluster.log[TOPIC, 1]))
+    lose(1, 3)
+    with pytest.raises(HistoryLost, match="partition 1 of topic t no longer reaches back"):
+        tried(cluster, lower, (0, 3))
+    assert tried(cluster, lower, (0, 3), as_is=True) == [([0], None, True)]
+
+
+def test_letters_without_a_time_are_held_against_all_that_was_read(cluster, clock):
+    """E10, Mend b9: nothing tells that they are from after the growth."""
+    lower, _ = grown(cluster, clock)
+    one = upserting()
+    one.letter_box = FakeLetters(t__dead_letters=["t/0/3"])
+    one.found(["t", "t__dead_letters"])
+    (group,) = one.letters(lower, None, as_is=False)
+    (split,) = one.splits(epoch(lower, group.after(lower)))
+    assert [(r.partition, r.start) for r in split.logs] == [(n, 0) for n in range(4)]
 
 
 def test_a_partition_that_stalls_holds_its_topic_while_keys_move(cluster, clock):

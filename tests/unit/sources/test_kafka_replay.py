@@ -90,9 +90,9 @@ def split(letters: dict[int, tuple[Any, Any]], end: int | None, **value: str) ->
         keyed=True,
     )
     (own,) = by_partition(letter_rows(letters))
-    log = Range(topic="t", partition=0, start=min(letters), end=end) if end else None
+    log = [Range(topic="t", partition=0, start=min(letters), end=end)] if end else None
     return LetterSplit(
-        letters_table=LETTERS, owner=None, letters=own, log=log, reading=reading, tables={"t"}
+        letters_table=LETTERS, owner=None, letters=[own], logs=log, reading=reading, tables={"t"}
     )
 
 

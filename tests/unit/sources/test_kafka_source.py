@@ -90,24 +90,32 @@ def epoch(lower: Frontier, upper: Frontier) -> Epoch:
 
 
 class FakeLetters:
-    """Tables of letters of one snapshot, by table: the positions that they have."""
+    """Tables of letters of one snapshot, by table: the positions that they have.
+
+    `times` are milliseconds by position, where they are known.
+    """
 
     def __init__(self, **tables: list[str]):
         self.tables = tables
+        self.times: dict[str, int] = {}
+
+    def at(self, positions):
+        times = [self.times.get(each) for each in positions]
+        return pa.array(times, pa.timestamp("ms", tz="UTC")).cast(pa.timestamp("us", tz="UTC"))
 
     def newest(self, table):
         return 77 if table in self.tables else None
 
     def positions(self, table, snapshot_id):
         found = sorted(self.tables[table])
-        return pa.table({"position": found, "size": [1] * len(found)})
+        return pa.table({"position": found, "size": [1] * len(found), "at": self.at(found)})
 
     def read(self, table, snapshot_id, first, last):
         found = [text for text in sorted(self.tables[table]) if first <= text <= last]
         nothing = pa.nulls(len(found), pa.binary())
-        at = pa.nulls(len(found), pa.timestamp("us", tz="UTC"))
         names = ["position", "error", "key", "payload", "at"]
-        return pa.table([pa.array(found), pa.array(found), nothing, nothing, at], names=names)
+        columns = [pa.array(found), pa.array(found), nothing, nothing, self.at(found)]
+        return pa.table(columns, names=names)
 
 
 def read(partition: int, end: int, newest: int, rows=1, size=1) -> RangeRead:
@@ -378,7 +386,8 @@ def with_letters(cluster, *positions: str, **options) -> KafkaSource:
 
 
 def letter_spans(splits) -> list[tuple[int, list[int]]]:
-    return sorted((s.letters.partition, s.letters.records.offsets.tolist()) for s in splits)
+    found = [(each.partition, each.records.offsets) for s in splits for each in s.letters]
+    return sorted((partition, offsets.tolist()) for partition, offsets in found)
 
 
 def test_a_frontier_that_tells_of_letters_goes_on_by_its_offsets(cluster):
