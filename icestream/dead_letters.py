@@ -53,6 +53,11 @@ def table_of(table: str) -> str:
     return f"{table}{SUFFIX}"
 
 
+def counterpart(table: str) -> str:
+    """The table of a table's letters, or of a table of letters the one that they belong to."""
+    return table.removesuffix(SUFFIX) if table.endswith(SUFFIX) else table_of(table)
+
+
 def letters(
     positions: Sequence[str],
     errors: Sequence[str],

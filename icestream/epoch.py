@@ -41,7 +41,8 @@ class Progress:
     lacks the epoch from one that was dropped since. `members` is empty in what older versions
     wrote, and for very many tables. Epoch 0 means that no epoch was committed yet.
     `replaying` marks a table whose own frontier counts and not the pipeline's: it was rolled back
-    and its operator asked for a replay. `table_id` is the id of the table that the progress was
+    and its operator asked for a replay. `schema_id` is the schema that the table had for the epoch:
+    it decided which records became rows. `table_id` is the id of the table that the progress was
     read from; it is not a part of what the table remembers.
     """
 
@@ -53,6 +54,7 @@ class Progress:
     tables: int = 0
     replaying: bool = False
     members: frozenset[str] = frozenset()
+    schema_id: int | None = None
     table_id: str = field(default="", compare=False)
 
     def same_epoch(self, other: "Progress") -> bool:

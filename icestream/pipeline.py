@@ -39,6 +39,7 @@ from icestream.errors import (
     IcestreamError,
     Retryable,
     SourceUnavailable,
+    TargetUnavailable,
     check,
 )
 from icestream.frontier import Frontier
@@ -204,6 +205,7 @@ class Pipeline:
         self._settled_number = 0
         self._given_up_number = 0
         self._pending: deque[Frontier] = deque()
+        self._unclaimed: Sequence[str] = ()
         self._rebuilt: frozenset[str] = frozenset()
         age = metrics.EPOCH_AGE_SECONDS.labels(name)
         age.set_function(lambda: time.monotonic() - self._durable_at)
@@ -264,13 +266,17 @@ class Pipeline:
         """What the tables that are there remember; the source is told of them."""
         tables = self._source.tables()
         before = self._retry(partial(self._sink.durable, tables))
-        self._rebuilt = frozenset(self._source.unclaimed(unclaimed(tables, before)))
+        self._unclaimed = unclaimed(tables, before)
+        self._rebuilt = frozenset(self._source.unclaimed(self._unclaimed))
         self._source.found(before.keys())
         return before
 
     def _take_over(self) -> None:
         """Claim the tables, finish what an earlier run left, bring forward what lies behind."""
-        progress = self._retry(partial(self._sink.claim, self._source.tables()))
+        tables = self._source.tables()
+        progress = self._retry(partial(self._sink.claim, tables))
+        self._refuse_change(unclaimed(tables, progress))
+        self._source.found(progress.keys())
         resume = resume_point(progress)
         self._number, self._durable = resume.number, resume.at
         self._settled_number = self._number
@@ -285,6 +291,19 @@ class Pipeline:
             self._replay(table, mine)
         self.health.become(State.RUNNING)
         self._settled_number = self._number
+
+    def _refuse_change(self, now: Sequence[str]) -> None:
+        """Raise when tables were dropped, made or filled since the source was told of them.
+
+        It has decided by what it was told which tables it brings as a whole.
+        """
+        changed = sorted({*now} ^ {*self._unclaimed})
+        if changed:
+            raise TargetUnavailable(
+                f"table {changed[0]} was dropped, made or filled while the pipeline started",
+                detail=f"Tables: {', '.join(changed)}.",
+                hint="Nothing is lost; start the pipeline again.",
+            )
 
     def _nothing_to_do(self, progress: Mapping[str, Progress]) -> bool:
         """Whether a run would leave everything as it is; then it need not even claim the tables."""
@@ -704,13 +723,16 @@ def unclaimed(tables: Iterable[str], progress: Mapping[str, Progress]) -> list[s
     They were never this pipeline's, or were dropped. One that has taken no epoch was made anew and
     never filled, unless it is one of those that the last epoch has yet to be brought to.
     """
-    half_committed = resume_point(progress).unfinished is not None
+    resume = resume_point(progress)
 
     def owned(table: str) -> bool:
         mine = progress.get(table)
         if mine is None:
             return False
-        return bool(mine.epoch or mine.replaying or (half_committed and mine.generation))
+        expects = bool(resume.unfinished and mine.generation)
+        if resume.lacking is not None:
+            expects = table in resume.lacking
+        return bool(mine.epoch or mine.replaying or expects)
 
     return [name for name in tables if not owned(name)]
 

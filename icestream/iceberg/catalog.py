@@ -462,20 +462,26 @@ class Table:
             failpoints.reach(failpoints.AFTER_SWAP)
             return prepared.snapshot_id
 
-    def target(self, branch: str, equality_columns: Sequence[str]) -> WriteTarget:
-        """What workers need to write files that this table can take as it is now."""
+    def target(
+        self, branch: str, equality_columns: Sequence[str], schema_id: int | None = None
+    ) -> WriteTarget:
+        """What workers need to write files that this table can take as it is now.
+
+        With the number of an older schema it is for reading alone: as changes were read then.
+        """
         with as_unavailable(f"could not prepare table {self.name}"):
             global_spec_id = self._global_spec_id()
             metadata = self._table.operations().current()
             iceberg = self._jvm.org.apache.iceberg
             order = metadata.sortOrder()
+            schema = self._schema(metadata, schema_id)
             properties = summaries.without_frontiers(self._properties(metadata))
             return WriteTarget(
                 table=str(self.name),
                 uuid=metadata.uuid(),
                 location=_data_location(metadata.location(), properties),
-                schema_id=metadata.currentSchemaId(),
-                schema_json=iceberg.SchemaParser.toJson(metadata.schema()),
+                schema_id=schema.schemaId(),
+                schema_json=iceberg.SchemaParser.toJson(schema),
                 spec_id=metadata.defaultSpecId(),
                 spec_json=iceberg.PartitionSpecParser.toJson(metadata.spec()),
                 global_spec_id=global_spec_id,
@@ -484,8 +490,23 @@ class Table:
                 sort_order_id=order.orderId(),
                 properties=properties,
                 io_properties=self.io_properties(),
-                equality_columns=list(equality_columns),
+                equality_columns=list(equality_columns)
+                if schema_id is None
+                else _names_in(schema, metadata.schema(), equality_columns),
             )
+
+    def _schema(self, metadata: Any, schema_id: int | None) -> Any:
+        """The schema of this number, or the current one."""
+        schema = metadata.schema() if schema_id is None else metadata.schemasById().get(schema_id)
+        if schema is None:
+            raise HistoryLost(
+                f"table {self.name} no longer has schema {schema_id}",
+                detail="Its last epoch was written with it, and the letters of that epoch are "
+                "missing.",
+                hint="Drop the table and its table of dead letters, and start anew: they are then "
+                "built from the source.",
+            )
+        return schema
 
     def has_tag(self, pipeline: str) -> bool:
         """Whether the pipeline has ever committed to the table."""
@@ -997,6 +1018,11 @@ class Table:
         manifests = snapshot.dataManifests(self._table.io())
         spec_id = metadata.defaultSpecId()
         return all(manifest.partitionSpecId() == spec_id for manifest in manifests)
+
+
+def _names_in(older: Any, schema: Any, names: Sequence[str]) -> list[str]:
+    """What columns were called in an older schema."""
+    return [older.findColumnName(schema.findField(name).fieldId()) or name for name in names]
 
 
 def staged_name(field_id: int) -> str:

@@ -37,6 +37,7 @@ BOUNDS = "icestream.bounds"
 BOUNDS_PROPERTY = "icestream.bounds-property"
 EPOCH_TABLES = "icestream.epoch-tables"
 EPOCH_MEMBERS = "icestream.epoch-members"
+EPOCH_SCHEMA = "icestream.epoch-schema"
 VALID_THROUGH = "icestream.valid-through"
 DATA_FILES = "icestream.data-files"
 DELETE_FILES = "icestream.delete-files"
@@ -48,7 +49,7 @@ _HASH_SUFFIX = "-sha256"
 _FILE_KEYS = tuple(key + end for key in (LOWER, FRONTIER) for end in (_FILE_SUFFIX, _HASH_SUFFIX))
 KEYS = (
     *(PIPELINE, GENERATION, EPOCH, BATCH_ID, LOWER, FRONTIER, BOUNDS, BOUNDS_PROPERTY),
-    *(EPOCH_TABLES, EPOCH_MEMBERS, REPLAYING, *_FILE_KEYS),
+    *(EPOCH_TABLES, EPOCH_MEMBERS, EPOCH_SCHEMA, REPLAYING, *_FILE_KEYS),
 )
 
 # What both frontiers may take in a summary, as a metadata file shows them. With everything else
@@ -98,6 +99,8 @@ def to_entries(progress: Progress) -> Entries:
     }
     if progress.members:
         entries[EPOCH_MEMBERS] = " ".join(sorted(progress.members))
+    if progress.schema_id is not None:
+        entries[EPOCH_SCHEMA] = str(progress.schema_id)
     if progress.replaying:
         entries[REPLAYING] = "true"
     return Entries(summary=entries, properties=bounds.properties)
@@ -111,6 +114,7 @@ def from_summary(
     Raises `FrontierLost` when the frontiers are no longer where the summary says.
     """
     lower, upper = _bounds(summary, properties, read_file, table)
+    schema_id = summary.get(EPOCH_SCHEMA)
     return Progress(
         pipeline=summary[PIPELINE],
         generation=int(summary[GENERATION]),
@@ -120,6 +124,7 @@ def from_summary(
         tables=int(summary[EPOCH_TABLES]),
         replaying=summary.get(REPLAYING) == "true",
         members=frozenset(summary.get(EPOCH_MEMBERS, "").split()),
+        schema_id=None if schema_id is None else int(schema_id),
     )
 
 

@@ -157,7 +157,8 @@ class TransformedSink:
         """A writer for the epoch; tables that lack what their selects give are evolved first."""
         own = [table for table in tables if table in self._selects]
         for _ in range(EVOLUTIONS_MAX):
-            inner = self._inner.writer(epoch, tables)
+            # Their changes are read by the source's columns, whatever the table has.
+            inner = self._inner.writer(epoch, tables, read_otherwise=own)
             lacking = {table: self._lacking(table, inner) for table in own}
             if not any(lacking.values()):
                 break

@@ -85,6 +85,7 @@ class Metadata:
     schema_id: int
     schema_json: str
     properties: Mapping[str, str]
+    older_schemas: Mapping[int, str] = field(default_factory=dict)
     snapshots: Mapping[int, Snapshot] = field(default_factory=dict)
     refs: Mapping[str, int] = field(default_factory=dict)
 
@@ -249,8 +250,12 @@ class Lake:
                     }
                 )
         schema["schema-id"] = metadata.schema_id + 1
+        older = {**metadata.older_schemas, metadata.schema_id: metadata.schema_json}
         self.tables[name] = replace(
-            metadata, schema_id=metadata.schema_id + 1, schema_json=json.dumps(schema)
+            metadata,
+            schema_id=metadata.schema_id + 1,
+            schema_json=json.dumps(schema),
+            older_schemas=older,
         )
 
 
@@ -380,13 +385,18 @@ class MemoryTable:
             outdated=summaries.outdated(head.metadata.properties, entries, head.bounds),
         )
 
-    def target(self, branch: str, equality_columns: Sequence[str]) -> WriteTarget:
+    def target(
+        self, branch: str, equality_columns: Sequence[str], schema_id: int | None = None
+    ) -> WriteTarget:
+        current = self._current
+        schemas = {**current.older_schemas, current.schema_id: current.schema_json}
+        number = current.schema_id if schema_id is None else schema_id
         return WriteTarget(
             table=str(self.name),
             uuid=self._current.uuid,
             location=f"memory/{self.name}",
-            schema_id=self._current.schema_id,
-            schema_json=self._current.schema_json,
+            schema_id=number,
+            schema_json=schemas[number],
             spec_id=0,
             spec_json=UNPARTITIONED,
             global_spec_id=0,
@@ -419,12 +429,12 @@ class MemoryTable:
 
     def remember(self, name: str, value: str) -> None:
         def change() -> None:
-            metadata = self._lake.tables[self.name]
+            metadata = self._lake.current(self.name)
             properties = {**metadata.properties, name: value}
             self._lake.tables[self.name] = replace(metadata, properties=properties)
 
         self._wire.send(change, TargetUnavailable, f"setting a property of {self.name}")
-        self._current = self._lake.tables[self.name]
+        self._current = self._lake.current(self.name)
 
     def properties(self) -> dict[str, str]:
         return dict(self._current.properties)

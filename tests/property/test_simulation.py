@@ -14,7 +14,7 @@ from icestream.iceberg import progress as summaries
 from icestream.pipeline import Pipeline
 from icestream.sinks.iceberg import IcebergSink
 from tests.property.memory import Lake
-from tests.property.simulation import EXACT, World, main, simulate
+from tests.property.simulation import EXACT, Stream, World, main, simulate
 
 # About five seconds on an idle core, ten on a busy one; `make sim` goes on as long as wanted.
 SEEDS = range(100)
@@ -91,6 +91,7 @@ def test_the_worlds_contain_every_kind_of_trouble():
         "ends with HistoryLost",
         "a twin ends late",
         "splits are lost",
+        "__dead_letters",
     ):
         assert trouble in seen, trouble
 
@@ -191,6 +192,64 @@ def stormy(seed: int) -> str:
     """A world in which schemas change and splits are lost all the time."""
     world = World(seed)
     world.weather = replace(world.weather, splits_lost=0.1, evolve=0.03, sleep=0.0, crash=0.0)
+    return world.run()
+
+
+@pytest.mark.parametrize(
+    ("method", "careless"),
+    [
+        pytest.param("_lacks_letters", lambda *_: None, id="decided by the schema of now"),
+        pytest.param("_complete", lambda *_: set(), id="rows after letters, letters after rows"),
+    ],
+)
+def test_a_schema_that_changes_between_two_commits_of_an_epoch_doubles_and_loses_nothing(
+    method, careless, monkeypatch
+):
+    """I17, Mend c3: a record is a row or a letter, and the first table that has it decides."""
+    assert {seed: verdict for seed in range(10) if (verdict := choosy(seed)) != EXACT} == {}
+    # There is no switch for it: the sink forgets what it must not.
+    monkeypatch.setattr(IcebergSink, method, careless)
+    damage = (*DAMAGE, "acknowledged too early")
+    assert any(choosy(seed).startswith(damage) for seed in range(40))
+
+
+def test_letters_that_come_before_their_tables_are_doubled(monkeypatch):
+    """I17, Mend c3: only a table's rows first, and its letters then, can be finished."""
+    # All tables of an epoch in one go, as it was before.
+    monkeypatch.setattr(IcebergSink, "_publish_in_turn", _in_any_order)
+    assert any(choosy(seed) != EXACT for seed in range(40))
+
+
+def _in_any_order(sink: Any, commits: dict[str, Any]) -> None:
+    sink._each(commits, sink._publish)
+
+
+def choosy(seed: int) -> str:
+    """A world in which tables refuse rows, and their schemas change all the time."""
+    world = World(seed)
+    troubles = ("roll_back", "drop", "restore", "expire", "withholding", "copies", "atomic")
+    quiet = replace(world.weather, **dict.fromkeys(troubles, 0))
+    world.weather = replace(quiet, evolve=0.03, crash=0.02, refusing=True)
+    world.stream = Stream(world.rng, world.weather)
+    return world.run()
+
+
+def test_a_table_that_is_dropped_while_a_run_starts_is_not_passed_over(monkeypatch):
+    """E4, Mend c2: the source is told what the claim finds, or the run ends."""
+    assert {seed: verdict for seed in range(12) if (verdict := dropping(seed)) != EXACT} == {}
+    # There is no switch for it: the loop goes on with what it found before the claim.
+    monkeypatch.setattr(Pipeline, "_refuse_change", lambda *_: None)
+    assert any("lost" in dropping(seed) for seed in range(40))
+
+
+def dropping(seed: int) -> str:
+    """A world in which tables are dropped all the time and copied anew."""
+    world = World(seed)
+    troubles = ("roll_back", "restore", "expire", "withholding", "refusing")
+    quiet = replace(world.weather, **dict.fromkeys(troubles, 0))
+    named = replace(quiet, tables_named=True, forgetful=True, copies=True)
+    world.weather = replace(named, drop=0.01)
+    world.stream = Stream(world.rng, world.weather)
     return world.run()
 
 

@@ -25,7 +25,7 @@ from icestream.frontier import START, Frontier
 from icestream.iceberg import progress as summaries
 from icestream.iceberg.catalog import TableName
 from icestream.iceberg.files import DATA, FileClosed
-from icestream.pipeline import Cadence, Pipeline, State
+from icestream.pipeline import Cadence, Pipeline, State, unclaimed
 from icestream.schema import Column, SchemaGap, TableShape
 from icestream.sinks.iceberg import IcebergSink, IcebergSinkOptions
 from icestream.sources import Need, Source, SplitsLost, TableSplit, ValuesNeeded
@@ -395,6 +395,31 @@ def test_an_epoch_that_only_some_tables_carry_is_brought_to_the_others_alone():
     assert [number for number, _ in scene.epochs("b")] == [1, 2, 3]
     finished = [s for s in scene.history("b") if s.summary.get(summaries.EPOCH) == "2"]
     assert {s.summary[summaries.EPOCH_TABLES] for s in finished if s.paths} == {"2"}
+
+
+def test_a_table_that_is_dropped_while_the_pipeline_starts_ends_the_start():
+    """E4, Mend c2: the source was told that the table is there, and would not bring it anew."""
+    scene = Scene("abab", [2])
+    scene.run()
+    scene.source.bounds.append(4)
+    # Between the look at the tables and the claim: a source is told of them there.
+    scene.source.found = lambda tables: scene.lake.drop(name("a"))
+    with pytest.raises(TargetUnavailable, match="table a was dropped, made or filled while"):
+        scene.run()
+    scene.source.found = lambda tables: None
+    scene.run()
+    assert (scene.positions("a"), scene.positions("b")) == ([0, 2], [1, 3])
+
+
+def test_a_table_that_is_made_anew_is_not_taken_for_one_that_awaits_an_unfinished_epoch():
+    """E4, Mend c2: it has no part in the epoch, and the source has to bring it as a whole."""
+    owned = {"generation": 1, "members": frozenset(["a", "b"]), "tables": 2}
+    found = {
+        "a": Progress(pipeline="p", epoch=2, table_id="a", **owned),
+        "b": Progress(pipeline="p", generation=1, table_id="b"),
+        "c": Progress(pipeline="p", generation=1, table_id="c"),
+    }
+    assert unclaimed(["a", "b", "c", "d"], found) == ["c", "d"]
 
 
 class Crash(BaseException):

@@ -394,8 +394,14 @@ class IcebergSink:
                 both = [before[changed[0]], now[changed[0]]]
                 raise doubled(str(state.handle.name), both[0], both)
 
-    def writer(self, epoch: Epoch, tables: Sequence[str]) -> IcebergWriter:
-        """A writer for the epoch's files of these tables, as they are now."""
+    def writer(
+        self, epoch: Epoch, tables: Sequence[str], read_otherwise: Collection[str] = ()
+    ) -> IcebergWriter:
+        """A writer for the epoch's files of these tables, as they are now.
+
+        A table that carries the epoch while its dead letters lack it is read as it was when it took
+        the epoch: what was no row then is a letter. Not so those that are `read_otherwise`.
+        """
         if not all(self._states[table].proven for table in tables):
             self._refuse_rivals()
         # A commit that finds another schema takes targets back at any moment, in its own thread.
@@ -404,6 +410,9 @@ class IcebergSink:
         missing = {table: self._states[table] for table in tables if table not in targets}
         for table, target in self._each(missing, self._target).items():
             targets[table] = self._states[table].target = target
+        lacking = {t: state for t in tables if (state := self._lacks_letters(t, epoch))}
+        decided = {t: s for t, s in lacking.items() if t not in read_otherwise}
+        targets.update(self._each(decided, self._target_of_epoch))
         return IcebergWriter(
             pipeline=self._pipeline,
             epoch=epoch.number,
@@ -413,14 +422,21 @@ class IcebergSink:
             names=self._names,
             taken=self._feeders() if self._named_by_records else {},
             refusals=dict(self._refusals),
+            only_read=frozenset(decided),
         )
 
     def commit(self, written: Written) -> Sequence[Committed]:
-        """Publish the epoch in every table that it changes; see `Sink.commit`."""
+        """Publish the epoch in every table that it changes; see `Sink.commit`.
+
+        Tables come before their dead letters: a table that has the epoch says which records are
+        letters, and letters that have it say that all rows are there. So an epoch that is written
+        again by another schema brings no record twice, and none is left out.
+        """
         epoch = written.epoch
+        carriers, complete = self._carriers(epoch), self._complete(epoch)
         files = collect(written.reports, epoch.number)
         files.update({table: files.get(table, []) for table in sorted(written.emptied)})
-        carriers = self._carriers(epoch)
+        files = {table: closed for table, closed in files.items() if table not in complete}
         new = replace(self._progress_of(epoch, {*carriers, *files}), replaying=written.replaying)
         commits = {
             table: self._commit(table, new, closed, written)
@@ -431,7 +447,7 @@ class IcebergSink:
             if self._options.atomic and len(commits) > 1:
                 self._publish_together(commits)
             else:
-                self._each(commits, self._publish)
+                self._publish_in_turn(commits)
         except StaleWrite:
             for state in list(self._states.values()):
                 state.target = None
@@ -610,8 +626,12 @@ class IcebergSink:
         prepared = self._states[table].key is not None
         return table in self._sources or prepared or self._named_by_records
 
-    def _target(self, table: str, state: _TableState) -> WriteTarget:
-        target = state.handle.target(self._options.branch, state.key or ())
+    def _target_of_epoch(self, table: str, state: _TableState) -> WriteTarget:
+        """The target by the schema that the table had for its last epoch."""
+        return self._target(table, state, state.progress.schema_id)
+
+    def _target(self, table: str, state: _TableState, schema_id: int | None = None) -> WriteTarget:
+        target = state.handle.target(self._options.branch, state.key or (), schema_id)
         schema = schema_from_json(target.schema_json)
         seen = source_schema(schema, target.properties.get(NAME_MAPPING), state.columns)
         if seen == schema:
@@ -800,6 +820,7 @@ class IcebergSink:
     ) -> Commit:
         writer = written.writer
         target = writer.targets.get(table) if isinstance(writer, IcebergWriter) else None
+        new = replace(new, schema_id=target.schema_id if target else None)
         emptied = table in written.emptied
         # Where no older row stays there is nothing to delete.
         kept = [file for file in files if not emptied or file.kind == DATA]
@@ -828,6 +849,28 @@ class IcebergSink:
         )
         return [t for t, state in list(self._states.items()) if state.progress.same_epoch(span)]
 
+    def _complete(self, epoch: Epoch) -> set[str]:
+        """Tables without a part in the epoch, as their letters say, or the other way round.
+
+        An older writing found no row, or no letter; this one may, if the schema has changed.
+        """
+        carriers, complete = self._carriers(epoch), set()
+        for table in carriers:
+            other = dead_letters.counterpart(table)
+            state, members = self._states.get(other), self._states[table].progress.members
+            if state is not None and members and other not in carriers:
+                complete |= {other} if state.progress.table_id not in members else set()
+        return complete
+
+    def _lacks_letters(self, table: str, epoch: Epoch) -> _TableState | None:
+        """The state of a table that carries an epoch which its dead letters have yet to take."""
+        carriers, letters = self._carriers(epoch), self._states.get(dead_letters.table_of(table))
+        if table not in carriers or letters is None or dead_letters.table_of(table) in carriers:
+            return None
+        state = self._states[table]
+        lacking = letters.progress.table_id in state.progress.members
+        return state if lacking and state.progress.schema_id is not None else None
+
     def _recount(self, epoch: Epoch, new: Progress) -> None:
         """Have all tables of an epoch say the same of its tables.
 
@@ -855,6 +898,12 @@ class IcebergSink:
 
     def _publish(self, table: str, commit: Commit) -> None:
         self._note(commit, publish_epoch(self._states[table].handle, commit))
+
+    def _publish_in_turn(self, commits: Mapping[str, Commit]) -> None:
+        """Publish the epoch in its tables, and then in those of their dead letters."""
+        letters = {t: c for t, c in commits.items() if t.endswith(dead_letters.SUFFIX)}
+        self._each({t: c for t, c in commits.items() if t not in letters}, self._publish)
+        self._each(letters, self._publish)
 
     def _publish_together(self, commits: Mapping[str, Commit]) -> None:
         handles = {table: self._states[table].handle for table in commits}

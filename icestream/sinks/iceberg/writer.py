@@ -52,7 +52,8 @@ class IcebergWriter:
     """Writes one epoch's files for any of its tables; see the module.
 
     `taken` says by Iceberg table which source table feeds it, and what another one is told;
-    `refusals` say by source table why it is refused.
+    `refusals` say by source table why it is refused. Changes of the tables in `only_read` are read,
+    which tells rows from dead letters, and not written: these tables have them.
     """
 
     pipeline: str
@@ -63,6 +64,7 @@ class IcebergWriter:
     names: TableNames = dataclasses.field(default_factory=TableNames)
     taken: Mapping[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
     refusals: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    only_read: frozenset[str] = frozenset()
 
     def tables(self) -> Collection[str]:
         """The tables that it writes to."""
@@ -94,6 +96,8 @@ class IcebergWriter:
         self, table: str, shard: str, changes: pa.Table, each_key_once: bool = False
     ) -> Iterator[str]:
         """Fold the changes and write what remains; reports each file as JSON when it is closed."""
+        if table in self.only_read:
+            return
         target = self.targets[table]
         share = _Share(self, table, f"{self.run}-{shard}")
         named = _by_table_names(changes, target)

@@ -6,9 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
+import pyarrow as pa
 import pytest
 from pyiceberg.types import LongType, StringType
 
+from icestream import dead_letters
 from icestream.epoch import Epoch, Progress
 from icestream.errors import Broken, ConfigInvalid, Fenced, RolledBack, TargetUnavailable
 from icestream.frontier import START, Frontier
@@ -274,6 +276,58 @@ def test_no_table_takes_an_epoch_twice_whoever_asks():
     assert (paths(lake, "a"), paths(lake, "b")) == (["a-1.parquet"], ["b-1.parquet"])
     with pytest.raises(Fenced, match="is ahead of this run"):
         commit(again, epoch(1, 0, 3), "a")
+
+
+LETTERS = "a__dead_letters"
+
+
+def half_committed(lake: Lake) -> IcebergSink:
+    """A sink whose table `a` has an epoch that its letters lack; then somebody changes `a`."""
+    owner = sink(lake)
+    owner.claim([])
+    owner.prepare(LETTERS, lambda: dead_letters.SHAPE)
+    at, tables = epoch(1, 0, 5), ["a", LETTERS]
+    owner.prepare("a", lambda: SHAPE)
+    writer = owner.writer(at, tables)
+    lake.evolve(name(LETTERS))
+    with pytest.raises(StaleWrite):
+        commit(owner, at, *tables, writer=writer)
+    lake.evolve(name("a"))
+    return owner
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_table_is_read_as_it_was_when_its_letters_lack_the_epoch(restarted):
+    """I17, Mend c3: by another schema a record would be row and letter, or neither."""
+    lake = Lake()
+    owner = half_committed(lake)
+    assert (paths(lake, "a"), paths(lake, LETTERS)) == (["a-1.parquet"], [])
+    if restarted:
+        owner = sink(lake)
+        owner.claim(["a", LETTERS])
+        for table in ("a", LETTERS):
+            owner.prepare(table, lambda: SHAPE)
+    again = owner.writer(epoch(1, 0, 5), ["a", LETTERS])
+    schemas = {table: target.schema_id for table, target in again.targets.items()}
+    assert (schemas, again.only_read) == ({"a": 0, LETTERS: 1}, {"a"})
+    assert list(again.write("a", "0", pa.table({}))) == []
+    given = {"reports": [report(LETTERS, 1, schema_id=1)], "writer": again}
+    assert commit(owner, epoch(1, 0, 5), "a", LETTERS, **given) == [LETTERS]
+    assert owner.writer(epoch(2, 5, 9), ["a", LETTERS]).only_read == frozenset()
+
+
+@pytest.mark.parametrize(("first", "later"), [("a", LETTERS), (LETTERS, "a")])
+def test_what_had_no_part_in_an_epoch_gets_none_by_another_schema(first, later):
+    """I17, Mend c3: records that were all rows are no letters, and the other way round."""
+    lake = Lake()
+    owner = sink(lake)
+    owner.claim([])
+    owner.prepare("a", lambda: SHAPE)
+    owner.prepare(LETTERS, lambda: dead_letters.SHAPE)
+    commit(owner, epoch(1, 0, 5), first)
+    assert commit(owner, epoch(1, 0, 5), first, later, "b") == [first, "b"]
+    assert (paths(lake, first), paths(lake, later)) == ([f"{first}-1.parquet"], [])
+    assert commit(owner, epoch(2, 5, 9), later) == [later]
 
 
 def test_many_tables_are_only_counted(monkeypatch):
@@ -643,9 +697,9 @@ def test_a_writer_has_all_its_tables_even_when_targets_are_taken_back_meanwhile(
     owner.writer(epoch(1, 0, 5), ["a"])
     asked = owner._target
 
-    def taken_back(table, state):
+    def taken_back(table, state, schema_id=None):
         owner._states["a"].target = None
-        return asked(table, state)
+        return asked(table, state, schema_id)
 
     owner._target = taken_back
     assert set(owner.writer(epoch(2, 5, 9), ["a", "b"]).tables()) == {"a", "b"}
