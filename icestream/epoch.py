@@ -1,5 +1,6 @@
 """Epochs, the unit of commit, and the progress a destination remembers of them."""
 
+import hashlib
 import json
 import uuid
 from collections.abc import Mapping
@@ -14,9 +15,6 @@ from icestream.frontier import START, Frontier
 _BATCH_NAMESPACE = uuid.UUID("6d2f0b4e-8f5a-5d0b-9a53-3c1d5e0f7a11")
 # A part of a table's identity is enough to tell the tables of one pipeline apart.
 _ID_DIGITS = 8
-# Every snapshot of an epoch names the epoch's tables. With more of them only their number is kept,
-# so that summaries stay small.
-MEMBERS_MAX = 80
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +37,7 @@ class Progress:
     `tables` counts the tables that take part in the epoch and `members` has their ids, so that a
     restart can tell an epoch that all of them carry from one that was cut short, and a table that
     lacks the epoch from one that was dropped since. `members` is empty in what older versions
-    wrote, and for very many tables. Epoch 0 means that no epoch was committed yet.
+    wrote, and where somebody removed it. Epoch 0 means that no epoch was committed yet.
     `replaying` marks a table whose own frontier counts and not the pipeline's: it was rolled back
     and its operator asked for a replay. `schema_id` is the schema that the table had for the epoch:
     it decided which records became rows. `table_id` is the id of the table that the progress was
@@ -65,7 +63,8 @@ class Progress:
 
 def table_id(table_uuid: str) -> str:
     """The id of a table among those of its pipeline; one that is made anew has another id."""
-    return table_uuid.replace("-", "")[:_ID_DIGITS]
+    # Some catalogs draw uuids that begin with the time: of tables made at once they begin alike.
+    return hashlib.sha256(table_uuid.encode()).hexdigest()[:_ID_DIGITS]
 
 
 def batch_id(pipeline: str, table: str, upper: Frontier) -> str:

@@ -205,6 +205,7 @@ class Pipeline:
         self._settled_number = 0
         self._given_up_number = 0
         self._pending: deque[Frontier] = deque()
+        self._named: Sequence[str] = ()
         self._unclaimed: Sequence[str] = ()
         self._rebuilt: frozenset[str] = frozenset()
         age = metrics.EPOCH_AGE_SECONDS.labels(name)
@@ -266,16 +267,15 @@ class Pipeline:
         """What the tables that are there remember; the source is told of them."""
         tables = self._source.tables()
         before = self._retry(partial(self._sink.durable, tables))
-        self._unclaimed = unclaimed(tables, before)
+        self._named, self._unclaimed = tables, unclaimed(tables, before)
         self._rebuilt = frozenset(self._source.unclaimed(self._unclaimed))
         self._source.found(before.keys())
         return before
 
     def _take_over(self) -> None:
         """Claim the tables, finish what an earlier run left, bring forward what lies behind."""
-        tables = self._source.tables()
-        progress = self._retry(partial(self._sink.claim, tables))
-        self._refuse_change(unclaimed(tables, progress))
+        progress = self._retry(partial(self._sink.claim, self._source.tables()))
+        self._refuse_change(progress)
         self._source.found(progress.keys())
         resume = resume_point(progress)
         self._number, self._durable = resume.number, resume.at
@@ -292,12 +292,12 @@ class Pipeline:
         self.health.become(State.RUNNING)
         self._settled_number = self._number
 
-    def _refuse_change(self, now: Sequence[str]) -> None:
+    def _refuse_change(self, progress: Mapping[str, Progress]) -> None:
         """Raise when tables were dropped, made or filled since the source was told of them.
 
         It has decided by what it was told which tables it brings as a whole.
         """
-        changed = sorted({*now} ^ {*self._unclaimed})
+        changed = sorted({*unclaimed(self._named, progress)} ^ {*self._unclaimed})
         if changed:
             raise TargetUnavailable(
                 f"table {changed[0]} was dropped, made or filled while the pipeline started",

@@ -98,7 +98,8 @@ class Head:
     """One state of a table as a pipeline sees it; `metadata` is what a swap is made against.
 
     `forgotten` says that the frontiers of the snapshot that the table was rolled back to are no
-    longer kept: there is a progress then, but nobody knows it. `bounds` names those that are.
+    longer kept, or that its history is not: there may be a progress then, but nobody knows it.
+    `bounds` names the frontiers that are kept.
     """
 
     uuid: str
@@ -328,16 +329,14 @@ class Table:
         with as_unavailable(f"could not read the metadata of table {self.name}"):
             metadata = self.fresh_metadata()
             snapshot = _latest(metadata, branch)
-            newest, complete = self._newest_own(metadata, snapshot, pipeline)
             tagged = self._tagged(metadata, pipeline)
-            rolled_back = False
-            if tagged is not None and (
+            older = _OlderMetadata(self._jvm, self._table.io(), metadata) if tagged else None
+            newest, complete = self._newest_own(metadata, snapshot, pipeline, older)
+            # What lies between the tag and the head may be expired, and rolled back beneath others.
+            # Where no older metadata file tells it either, nobody but a person can.
+            rolled_back = tagged is not None and (
                 newest is None or newest.snapshotId() != tagged.snapshotId()
-            ):
-                rolled_back = complete or tagged.sequenceNumber() > snapshot.sequenceNumber()
-                if not rolled_back:
-                    # The history between the head and the tag was expired: the tag is what is left.
-                    newest = tagged
+            )
             if newest is None and tagged is None:
                 self._refuse_untagged(metadata, pipeline)
             progress, forgotten = self._progress_unless(rolled_back, metadata, newest)
@@ -352,7 +351,7 @@ class Table:
                 claim_id=newest.summary().get(summaries.CLAIM) if newest else None,
                 progress_snapshot_id=newest.snapshotId() if newest else None,
                 rolled_back_from=self._progress(metadata, tagged) if rolled_back else None,
-                forgotten=forgotten,
+                forgotten=forgotten or (rolled_back and not complete),
                 bounds=frozenset(one.summary().get(bounds) for one in (newest, tagged) if one),
                 metadata=metadata,
             )
@@ -924,9 +923,11 @@ class Table:
             return self._table.newRowDelta(), "addRows"
         return self._table.newAppend(), "appendFile"
 
-    def _newest_own(self, metadata: Any, snapshot: Any, pipeline: str) -> tuple[Any, bool]:
+    def _newest_own(
+        self, metadata: Any, snapshot: Any, pipeline: str, older: "_OlderMetadata | None"
+    ) -> tuple[Any, bool]:
         """The pipeline's newest snapshot on the way back from `snapshot`, and whether that way is
-        whole: expired ancestors cut it short."""
+        whole: ancestors that were expired and that no older metadata have cut it short."""
         for _ in range(ANCESTORS_MAX):
             if snapshot is None:
                 return None, True
@@ -936,6 +937,8 @@ class Table:
             if parent is None:
                 return None, True
             snapshot = metadata.snapshot(parent)
+            if snapshot is None and older is not None:
+                snapshot = older.snapshot(parent)
             if snapshot is None:
                 return None, False
         raise NeedsOperator(
@@ -1018,6 +1021,38 @@ class Table:
         manifests = snapshot.dataManifests(self._table.io())
         spec_id = metadata.defaultSpecId()
         return all(manifest.partitionSpecId() == spec_id for manifest in manifests)
+
+
+class _OlderMetadata:
+    """Snapshots that were expired, as the metadata files before the current one have them.
+
+    They are asked for from the newest to the oldest, and so are the files read, each once.
+    """
+
+    def __init__(self, jvm: Any, io: Any, metadata: Any):
+        self._jvm = jvm
+        self._io = io
+        self._metadata = metadata
+        self._paths: list[str] | None = None
+
+    def snapshot(self, snapshot_id: int) -> Any:
+        """The snapshot of this id, or None when no file that is left has it."""
+        if self._paths is None:
+            self._paths = [str(entry.file()) for entry in self._metadata.previousFiles()]
+        found = self._metadata.snapshot(snapshot_id)
+        while found is None and self._paths:
+            self._metadata = self._read(self._paths.pop()) or self._metadata
+            found = self._metadata.snapshot(snapshot_id)
+        return found
+
+    def _read(self, path: str) -> Any:
+        try:
+            with _as_py4j():
+                return self._jvm.org.apache.iceberg.TableMetadataParser.read(self._io, path)
+        except Py4JJavaError as error:
+            if _class_names(error) & set(_NO_FILE):
+                return None
+            raise
 
 
 def _names_in(older: Any, schema: Any, names: Sequence[str]) -> list[str]:

@@ -8,6 +8,8 @@ for it publishes no epoch.
     both frontiers as JSON fit        icestream.lower, icestream.frontier
     packed they fit                   icestream.bounds
     else                              icestream.bounds-property names properties of the table
+    the epoch's tables are few        icestream.epoch-members
+    else                              they lie in the same properties
 
 Summaries are copied into every metadata file for as long as their snapshot lives, so that they stay
 small. What is larger lies in properties of the table that the same swap sets: neither expiry nor
@@ -55,6 +57,8 @@ KEYS = (
 # What both frontiers may take in a summary, as a metadata file shows them. With everything else
 # that a snapshot adds to the metadata it stays below 2 KiB.
 SUMMARY_BYTES_MAX = 1024
+# An epoch of more tables than this names them in properties.
+MEMBERS_MAX = 80
 # Metastores take values of 4,000 characters.
 CHUNK_CHARACTERS = 3500
 # What all kept frontiers of a pipeline may take in a table's properties, but for the last two.
@@ -89,21 +93,25 @@ def tagged_property(pipeline: str) -> str:
 
 def to_entries(progress: Progress) -> Entries:
     """What a commit writes down of a progress."""
-    bounds = _bounds_entries(progress)
+    bounds, large_bounds = _bounds_entries(progress)
+    members = " ".join(sorted(progress.members))
+    many = len(progress.members) > MEMBERS_MAX
+    kept = _kept(progress, f"{large_bounds},{members}" if many else large_bounds)
     entries = {
         PIPELINE: progress.pipeline,
         GENERATION: str(progress.generation),
         EPOCH: str(progress.epoch),
         EPOCH_TABLES: str(progress.tables),
-        **bounds.summary,
+        **bounds,
+        **kept.summary,
     }
-    if progress.members:
-        entries[EPOCH_MEMBERS] = " ".join(sorted(progress.members))
+    if members and not many:
+        entries[EPOCH_MEMBERS] = members
     if progress.schema_id is not None:
         entries[EPOCH_SCHEMA] = str(progress.schema_id)
     if progress.replaying:
         entries[REPLAYING] = "true"
-    return Entries(summary=entries, properties=bounds.properties)
+    return Entries(summary=entries, properties=kept.properties)
 
 
 def from_summary(
@@ -111,9 +119,11 @@ def from_summary(
 ) -> Progress:
     """The inverse of `to_entries`.
 
-    Raises `FrontierLost` when the frontiers are no longer where the summary says.
+    Raises `FrontierLost` when the frontiers are no longer where the summary says. Tables of an
+    epoch that are no longer there count as unknown: their number is in the summary.
     """
-    lower, upper = _bounds(summary, properties, read_file, table)
+    bounds, _, members = _chunks_together(summary, properties).partition(",")
+    lower, upper = _bounds(summary, bounds, read_file, table)
     schema_id = summary.get(EPOCH_SCHEMA)
     return Progress(
         pipeline=summary[PIPELINE],
@@ -123,7 +133,7 @@ def from_summary(
         upper=upper,
         tables=int(summary[EPOCH_TABLES]),
         replaying=summary.get(REPLAYING) == "true",
-        members=frozenset(summary.get(EPOCH_MEMBERS, "").split()),
+        members=frozenset(summary.get(EPOCH_MEMBERS, members).split()),
         schema_id=None if schema_id is None else int(schema_id),
     )
 
@@ -156,16 +166,22 @@ def without_frontiers(properties: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in properties.items() if not frontier.fullmatch(name)}
 
 
-def _bounds_entries(progress: Progress) -> Entries:
+def _bounds_entries(progress: Progress) -> tuple[dict[str, str], str]:
+    """Both frontiers as entries of a summary, or as a text that is too large for it."""
     plain = {
         LOWER: json.dumps(progress.lower.to_json(), separators=(",", ":")),
         FRONTIER: json.dumps(progress.upper.to_json(), separators=(",", ":")),
     }
     if sum(len(json.dumps(text)) for text in plain.values()) <= SUMMARY_BYTES_MAX:
-        return Entries(summary=plain)
+        return plain, ""
     text = packed(progress.lower, progress.upper)
-    if len(text) <= SUMMARY_BYTES_MAX:
-        return Entries(summary={BOUNDS: text})
+    return ({BOUNDS: text}, "") if len(text) <= SUMMARY_BYTES_MAX else ({}, text)
+
+
+def _kept(progress: Progress, text: str) -> Entries:
+    """A text in properties, and in the summary their name; nothing for no text."""
+    if not text:
+        return Entries(summary={})
     stem = f"{progress.epoch}-{_digest(text)}"
     return Entries(
         summary={BOUNDS_PROPERTY: stem},
@@ -177,24 +193,12 @@ def _bounds_entries(progress: Progress) -> Entries:
 
 
 def _bounds(
-    summary: Mapping[str, str], properties: Mapping[str, str], read_file: ReadFile, table: str
+    summary: Mapping[str, str], large: str, read_file: ReadFile, table: str
 ) -> tuple[Frontier, Frontier]:
-    if BOUNDS in summary:
-        return unpacked(summary[BOUNDS])
-    if BOUNDS_PROPERTY in summary:
-        return unpacked(_chunks_together(summary, properties, table))
-    lower, upper = (_frontier(key, summary, read_file, table) for key in (LOWER, FRONTIER))
-    return lower, upper
-
-
-def _chunks_together(summary: Mapping[str, str], properties: Mapping[str, str], table: str) -> str:
-    stem = summary[BOUNDS_PROPERTY]
-    prefix = f"{_prefix(summary[PIPELINE])}{stem}."
-    chunks: list[str] = []
-    while (chunk := properties.get(f"{prefix}{len(chunks)}")) is not None:
-        chunks.append(chunk)
-    text = "".join(chunks)
-    if _digest(text) != stem.partition("-")[2]:
+    if BOUNDS in summary or large:
+        return unpacked(summary.get(BOUNDS, large))
+    if BOUNDS_PROPERTY in summary and FRONTIER not in summary:
+        prefix = f"{_prefix(summary[PIPELINE])}{summary[BOUNDS_PROPERTY]}."
         raise FrontierLost(
             f"the frontier of epoch {summary[EPOCH]} is no longer in the properties of table "
             f"{table}",
@@ -202,7 +206,19 @@ def _chunks_together(summary: Mapping[str, str], properties: Mapping[str, str], 
             hint="Set them again as an older metadata file of the table has them, or drop the "
             "table and start anew: it is then built from the source.",
         )
-    return text
+    lower, upper = (_frontier(key, summary, read_file, table) for key in (LOWER, FRONTIER))
+    return lower, upper
+
+
+def _chunks_together(summary: Mapping[str, str], properties: Mapping[str, str]) -> str:
+    """What lies in properties; nothing when it is no longer what was put there."""
+    stem = summary.get(BOUNDS_PROPERTY, "")
+    prefix = f"{_prefix(summary[PIPELINE])}{stem}."
+    chunks: list[str] = []
+    while (chunk := properties.get(f"{prefix}{len(chunks)}")) is not None:
+        chunks.append(chunk)
+    text = "".join(chunks)
+    return text if _digest(text) == stem.partition("-")[2] else ""
 
 
 def _frontier(key: str, summary: Mapping[str, str], read_file: ReadFile, table: str) -> Frontier:

@@ -173,3 +173,29 @@ def test_the_commands_that_an_operator_types(make_shop: MakeShop) -> None:
     assert settled.stdout == f"orders: goes on after {goes_on_after}\n"
     shop.run()
     shop.assert_exact()
+
+
+def expire_all_but_heads(shop: Shop) -> None:
+    everything = "older_than => TIMESTAMP '2100-01-01 00:00:00', retain_last => 1"
+    shop.call("expire_snapshots", "orders", everything)
+
+
+@pytest.mark.parametrize("foreign", [1, 2])
+def test_a_rollback_beneath_foreign_snapshots_is_noticed_after_expiry(
+    shop: Shop, foreign: int
+) -> None:
+    """E8, Mend c1: nothing that is left shows the rollback; older metadata files still tell it."""
+    shop.epochs(3)
+    shop.run()
+    shop.roll_back("orders", 2)
+    for _ in range(foreign):
+        shop.append_foreign_row()
+    expire_all_but_heads(shop)
+    assert len(shop.lake.snapshots(shop.name())) == 2
+    refuse_to_run(shop)
+    shop.settle_rollback("orders", replay=True)
+    shop.epochs(1)
+    shop.run()
+    rows = {row["id"]: row for row in shop.lake.rows(shop.name())}
+    own = {key: rows[key] for key in rows if key not in shop.foreign_ids()}
+    assert own == shop.feed.expected("orders", shop.feed.resolved[-1])

@@ -6,11 +6,16 @@ import re
 from pathlib import Path
 from urllib.parse import unquote
 
+import pytest
+from pyiceberg.types import LongType, StringType
 from pyspark.sql import SparkSession
 
 from icestream.epoch import batch_id
+from icestream.errors import HistoryLost
 from icestream.frontier import Frontier
+from icestream.schema import schema_from_json
 from icestream.spark import job_count
+from tests.integration.hand_fed import HandFed, put, shape
 from tests.integration.pipelines import document, run_once
 from tests.lake import Lake
 from tests.oracle import RandomFeed
@@ -94,6 +99,29 @@ def test_the_summary_says_what_the_snapshot_holds(
     assert summary["icestream.delete-files"] == summary["crdb.delete_file_count"] == "1"
     assert summary["added-data-files"] == "1"
     assert summary["added-equality-delete-files"] == "1"
+
+
+def test_an_epoch_remembers_the_schema_that_its_records_were_read_by(
+    spark: SparkSession, embedded: dict[str, str], local: Lake
+) -> None:
+    """I17, Mend c3: so letters that the table lacks are told by it, whatever is changed since."""
+    shapes = {"t": shape(["id"], id=LongType(), v=StringType())}
+    fed = HandFed(spark, embedded, shapes, namespace="shop")
+    fed.commit({"t": [put(id=1, v="a")]})
+    for change in ("RENAME COLUMN id TO number", "ADD COLUMN w STRING"):
+        local.sql(f"ALTER TABLE {local.table('shop.t')} {change}")
+    handle, head = fed.sink.heads(["t"])["t"]
+    assert head.progress is not None
+    now = handle.target("main", ["number"])
+    then = handle.target("main", ["number"], head.progress.schema_id)
+    names = [
+        [field.name for field in schema_from_json(target.schema_json).fields]
+        for target in (now, then)
+    ]
+    assert names == [["number", "v", "w"], ["id", "v"]]
+    assert (now.equality_columns, then.equality_columns) == (["number"], ["id"])
+    with pytest.raises(HistoryLost, match="no longer has schema 99"):
+        handle.target("main", ["number"], 99)
 
 
 def test_progress_survives_expiry_and_compaction_between_runs(

@@ -312,14 +312,12 @@ class MemoryTable:
     def head(self, pipeline: str, branch: str) -> Head:
         self._current = metadata = self._fresh()
         snapshot = metadata.head(branch)
-        way = list(metadata.ancestry(branch))
+        # Older metadata files have what was expired.
+        whole = replace(metadata, snapshots={**self._lake.expired, **metadata.snapshots})
+        way = whole.ancestry(branch)
         newest = next((s for s in way if s.summary.get(summaries.PIPELINE) == pipeline), None)
         tagged = metadata.refs.get(summaries.tag_name(pipeline))
         rolled_back = tagged is not None and (newest is None or newest.id != tagged)
-        if rolled_back and tagged is not None and newest is None and way and way[-1].parent:
-            # The history between the head and the tag was expired: the tag is what is left.
-            if metadata.snapshots[tagged].sequence < way[0].sequence:
-                rolled_back, newest = False, metadata.snapshots[tagged]
         progress, forgotten = None, False
         try:
             progress = self._progress(newest) if newest else None

@@ -128,7 +128,7 @@ class Weather:
         # Each of these has to be told from what the others do, so a world knows one of them.
         kind = rng.choice([*[""] * 4, "rolls back", "rolls back", "drops", "drops", "restores"])
         copies = kind == "drops" and rng.random() < 0.5
-        expires = kind == "" and rng.random() < 0.5
+        expires = kind in ("", "rolls back") and rng.random() < 0.5
         return Weather(
             crash=odds(0.01),
             unavailable=odds(0.01),
@@ -996,7 +996,7 @@ def in_process(rng: random.Random, stage: Stage, weather: Weather) -> Iterator[N
     modules = (icestream.pipeline, icestream.sinks.iceberg, commit)
     changed += [(m, "threading", threads) for m in modules if hasattr(m, "threading")]
     if weather.large_frontiers:
-        changed.append((summaries, "SUMMARY_BYTES_MAX", 1))
+        changed += [(summaries, "SUMMARY_BYTES_MAX", 1), (summaries, "MEMBERS_MAX", 1)]
         if not weather.roll_back:
             # Only what is needed is kept.
             changed.append((summaries, "KEPT_BYTES_MAX", 1))

@@ -28,7 +28,7 @@ from pyiceberg.types import (
 )
 
 from icestream import dead_letters, failpoints, metrics
-from icestream.epoch import MEMBERS_MAX, Epoch, Progress, batch_id, table_id
+from icestream.epoch import Epoch, Progress, batch_id, table_id
 from icestream.errors import (
     Broken,
     ConfigInvalid,
@@ -520,8 +520,8 @@ class IcebergSink:
             raise HistoryLost(
                 f"the epochs after the snapshot that table {table} was rolled back to cannot be "
                 "applied again",
-                detail="The table keeps large frontiers of its newest snapshots only, and that "
-                "snapshot's is not among them.",
+                detail="The table keeps large frontiers of its newest snapshots only, and what was "
+                "expired only as long as older metadata files are there.",
                 hint="Run `icestream rollback --accept` to leave the undone epochs undone, or roll "
                 "the table back to a newer snapshot, or drop it and start anew.",
             )
@@ -838,9 +838,8 @@ class IcebergSink:
     def _progress_of(self, epoch: Epoch, tables: Collection[str]) -> Progress:
         """The progress that an epoch of these tables makes durable."""
         ids = frozenset(self._states[table].progress.table_id for table in tables)
-        members = ids if len(ids) <= MEMBERS_MAX else frozenset()
         new = summaries.progress_of(epoch, self._pipeline, self._generation, len(tables))
-        return replace(new, members=members)
+        return replace(new, members=ids)
 
     def _carriers(self, epoch: Epoch) -> list[str]:
         """The tables that have taken the epoch already: in this run, or before a restart."""

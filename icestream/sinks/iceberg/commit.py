@@ -56,13 +56,21 @@ BACKOFF_SECONDS = 0.5
 BACKOFF_SECONDS_MAX = 10.0
 
 
-class CommitTable(Protocol):
-    """A table that can be read afresh and swapped; Iceberg's, or a simulated one."""
+class ClaimTable(Protocol):
+    """A table that can be read afresh and take a claim, which has no files."""
 
     @property
     def name(self) -> object: ...
 
     def head(self, pipeline: str, branch: str) -> Head: ...
+
+    def publish(
+        self, head: Head, branch: str, files: Sequence[FileClosed], entries: summaries.Entries
+    ) -> int: ...
+
+
+class CommitTable(ClaimTable, Protocol):
+    """A table that can be read afresh and swapped; Iceberg's, or a simulated one."""
 
     def publish(
         self,
@@ -211,7 +219,7 @@ class _Preparing:
         )
 
 
-def publish_claim(table: CommitTable, branch: str, claim: Progress, claim_id: str) -> Progress:
+def publish_claim(table: ClaimTable, branch: str, claim: Progress, claim_id: str) -> Progress:
     """Publish this run's generation in a table, with the progress found there carried forward.
 
     Raises `Fenced` when a run of the same or a newer generation was faster.
@@ -242,7 +250,7 @@ def refuse_rollback(head: Head, table: str, pipeline: str) -> None:
     lost, found = head.rolled_back_from, head.progress
     older = f"epoch {found.epoch}" if found else "before the pipeline's first epoch"
     if head.forgotten:
-        older = "an older snapshot whose frontier is no longer kept"
+        older = "a snapshot whose history or frontier is no longer kept"
     raise RolledBack(
         f"table {table} was rolled back",
         detail=f"Pipeline {pipeline} committed epoch {lost.epoch}, but the table is at {older}.",

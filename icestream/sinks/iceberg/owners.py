@@ -12,7 +12,6 @@ empty property says that a table was given away: it is nobody's, whatever tags i
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from icestream import dead_letters
 from icestream.errors import ConfigInvalid
@@ -133,29 +132,10 @@ class TableToClaim:
         return head
 
     def publish(
-        self,
-        head: Head,
-        branch: str,
-        files: Sequence[FileClosed],
-        entries: summaries.Entries,
-        emptied: bool = False,
+        self, head: Head, branch: str, files: Sequence[FileClosed], entries: summaries.Entries
     ) -> int:
         """Publish the claim, and in the same swap whose the table is."""
-        return self._handle.publish(head, branch, files, self._with_owner(entries), emptied)
-
-    def prepare(
-        self,
-        head: Head,
-        branch: str,
-        files: Sequence[FileClosed],
-        entries: summaries.Entries,
-        emptied: bool = False,
-    ) -> Any:
-        """Build the metadata of the claim."""
-        return self._handle.prepare(head, branch, files, self._with_owner(entries), emptied)
-
-    def _with_owner(self, entries: summaries.Entries) -> summaries.Entries:
-        if self._mine.table is None:
-            return entries
-        owner = {OWNER_PROPERTY: self._mine.to_text()}
-        return replace(entries, properties={**entries.properties, **owner})
+        if self._mine.table is not None:
+            owner = {OWNER_PROPERTY: self._mine.to_text()}
+            entries = replace(entries, properties={**entries.properties, **owner})
+        return self._handle.publish(head, branch, files, entries)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from icestream.epoch import Epoch, Progress
+from icestream.epoch import Epoch, Progress, table_id
 from icestream.errors import FrontierLost
 from icestream.frontier import START, Frontier
 from icestream.iceberg import progress as summaries
@@ -235,3 +235,31 @@ def test_the_progress_of_an_epoch_has_its_bounds():
     """E1: committing an epoch makes its frontier durable."""
     epoch = Epoch(number=41, lower=PROGRESS.lower, upper=PROGRESS.upper)
     assert progress_of(epoch, "orders", 3, 2) == PROGRESS
+
+
+MANY = frozenset(table_id(f"table {number}") for number in range(300))
+
+
+@pytest.mark.parametrize("upper", [PROGRESS.upper, MIDDLE, large(1)])
+def test_hundreds_of_tables_lie_in_properties_with_whatever_frontier(upper: Frontier):
+    """E4, Mend c2: the summary stays small, and nothing of the epoch's tables is forgotten."""
+    progress = replace(PROGRESS, lower=START, upper=upper, tables=300, members=MANY, schema_id=7)
+    entries = to_entries(progress)
+    assert read_back(entries) == progress
+    assert summaries.EPOCH_MEMBERS not in entries.summary
+    assert sum(map(len, entries.summary.values())) < 2 * summaries.SUMMARY_BYTES_MAX
+    assert all(len(v) <= summaries.CHUNK_CHARACTERS for v in entries.properties.values())
+
+
+def test_tables_whose_properties_are_gone_are_only_counted():
+    """E4, Mend c2: frontiers that are in the summary do not need them."""
+    progress = replace(PROGRESS, tables=300, members=MANY)
+    entries = to_entries(progress)
+    found = from_summary(entries.summary, {}, no_file, "shop.t")
+    assert found == replace(progress, members=frozenset())
+
+
+def test_tables_that_were_made_at_once_have_different_ids():
+    """E4, Mend c2: uuids of version 7 begin with the time, alike for a minute."""
+    uuids = [f"019388f2-77{number:02x}-7cc3-98c4-dc0c0c07398f" for number in range(50)]
+    assert len({table_id(each) for each in uuids}) == 50
