@@ -84,8 +84,6 @@ log = logging.getLogger(__name__)
 # States of a table's copy, the second part of its position; the first counts the copies.
 _EMPTYING, _COPYING, _DONE = 0, 1, 2
 _POLL_SECONDS = 0.05
-# The stream must show a mark that was just written to the log within this time.
-_MARK_SECONDS_MAX = 120.0
 # How often the slot is looked at.
 _SLOT_SECONDS = 10.0
 # A reader that has just ended may hold the slot for a moment.
@@ -640,12 +638,12 @@ class PostgresSource(Source):
         if self._stopping.wait(_POLL_SECONDS):
             raise SourceUnavailable("the run is being stopped")
 
-    def _read_stream(self, position: Position) -> None:
-        """Have a reader that serves what follows a position."""
+    def _read_stream(self, position: Position, until: int = 0) -> None:
+        """Have a reader that serves what follows a position, at least up to another one."""
         start, witness = position[0], self._witness_of(position)
         reader = self._reader
         if reader is not None:
-            if reader.serves(start):
+            if reader.serves(start, until):
                 return
             self._close_reader()
             if reader.failed is not None and not isinstance(reader.failed, SourceUnavailable):
@@ -960,11 +958,15 @@ class PostgresSource(Source):
     # --- the stream ---------------------------------------------------------------------------
 
     def _stream_bounds(self, at: Frontier, until: int) -> list[Frontier]:
-        """Ends of epochs behind `at`; waits while the stream has not come to `until`."""
+        """Ends of epochs behind `at`; waits while the stream has not come to `until`.
+
+        No clock ends the wait, because nobody knows how long a transaction is: the server has
+        written `until` to its log, and the reader fails when the server falls silent.
+        """
         assert self._reader is not None
         position = at[self._wal][0]
-        deadline = time.monotonic() + _MARK_SECONDS_MAX
         while True:
+            self._reader.read_past(position)
             self._segments = self._reader.segments()
             behind = [segment for segment in self._segments if segment.upper > position]
             if isinstance(self._reader.failed, _TextNeeded) and not behind:
@@ -977,12 +979,6 @@ class PostgresSource(Source):
                 groups = epochs(behind, self._budget)
                 ends = [self._position_behind(group[-1]) for group in groups]
                 return [at.join(Frontier({self._wal: end})) for end in ends]
-            if time.monotonic() > deadline:
-                raise SourceUnavailable(
-                    f"PostgreSQL at {self._server.dsn} sends no changes",
-                    detail=f"The stream is at {lsn_text(position)}, and has yet to reach "
-                    f"{lsn_text(until)}.",
-                )
             self._pause()
 
     def _renew_witness(self) -> None:
@@ -1005,7 +1001,7 @@ class PostgresSource(Source):
 
     def _wal_splits(self, epoch: Epoch) -> list[Split]:
         lower, upper = self._span(epoch)
-        self._wait_for(upper)
+        self._wait_for(epoch)
         segments = self._between(lower, upper)
         check(
             segments and segments[0].lower <= lower and segments[-1].upper >= upper,
@@ -1039,19 +1035,31 @@ class PostgresSource(Source):
         table = self._tables[name]
         return Origin(dsn=self._server.dsn, schema=table.schema, name=table.relation)
 
-    def _wait_for(self, upper: int) -> None:
-        """An epoch that is minted again may end where the stream has not come to yet."""
+    def _wait_for(self, epoch: Epoch) -> None:
+        """An epoch that is minted again may end where the stream has not come to yet.
+
+        As in `_stream_bounds` no clock ends the wait. A reader that has failed is not asked again:
+        another one reads the epoch from its beginning.
+        """
+        lower, upper = self._span(epoch)
+        if self._reaches(upper):
+            return
+        # A server whose log ends before would be waited for without end.
+        self._server.require_history(self._server.slot(), upper, upper)
+        known = epoch.lower[self._wal]
+        self._read_stream(known if known[:1] == (lower,) else (lower,), upper)
         assert self._reader is not None
-        deadline = time.monotonic() + _MARK_SECONDS_MAX
-        while not self._segments or self._segments[-1].upper < upper:
+        self._reader.read_past(upper)
+        while True:
             self._segments = self._reader.segments()
+            if self._reaches(upper):
+                return
             if self._reader.failed is not None:
                 raise self._reader.failed
-            if time.monotonic() > deadline:
-                raise SourceUnavailable(
-                    f"PostgreSQL at {self._server.dsn} has not sent changes up to {lsn_text(upper)}"
-                )
-            time.sleep(_POLL_SECONDS)
+            self._pause()
+
+    def _reaches(self, upper: int) -> bool:
+        return bool(self._segments) and self._segments[-1].upper >= upper
 
     def _wal_split(
         self,

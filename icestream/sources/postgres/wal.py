@@ -160,8 +160,9 @@ class WalReader:
     """Reads the stream in a thread of its own and hands out whole segments.
 
     `describe` turns a relation message into a `Relation`, or None for a table of no interest.
-    Reading pauses when two full epochs wait: one that is written, and the next. The stream that
-    `connect` opens begins where `start` says, and must show its witness before anything else.
+    Reading pauses when two full epochs wait: one that is written, and the next; what was asked to
+    be read past does not count. The stream that `connect` opens begins where `start` says, and must
+    show its witness before anything else. A server that says nothing for long ends the reading.
     """
 
     def __init__(
@@ -179,6 +180,7 @@ class WalReader:
         self._folder = folder
         self._budget = budget
         self._durable = start.lsn
+        self._passed = start.lsn
         self._confirmed = start.begin
         self._start = start
         self._known: dict[int, int] = {}
@@ -230,16 +232,23 @@ class WalReader:
         """Whether so much waits that nothing more is read until some of it is durable."""
         with self._lock:
             # What is durable may be kept for a copy's round, which waits for what follows.
-            waiting = [segment for segment in self._closed if segment.upper > self._durable]
+            taken = max(self._durable, self._passed)
+            waiting = [segment for segment in self._closed if segment.upper > taken]
             found = epochs(waiting, self._budget)
             return sum(_full(each, self._budget) for each in found) >= _EPOCHS_WAITING
 
-    def serves(self, start: int) -> bool:
-        """Whether what follows `start` is here, or is still to come."""
+    def serves(self, start: int, until: int) -> bool:
+        """Whether what follows `start`, at least up to `until`, is here or is still to come."""
         with self._lock:
             first = self._closed[0].lower if self._closed else self._open.lower
-            waiting = any(segment.upper > start for segment in self._closed)
-            return first <= start and (self.failed is None or waiting)
+            last = self._closed[-1].upper if self._closed else 0
+            return first <= start and (self.failed is None or (last > start and last >= until))
+
+    def read_past(self, position: int) -> None:
+        """Go on reading behind a position, however much of what comes before it is kept."""
+        with self._lock:
+            self._passed = position
+            self._wake.notify_all()
 
     def recent_xids(self) -> set[int]:
         """The transactions that were streamed last."""

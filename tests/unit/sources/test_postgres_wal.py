@@ -1,19 +1,29 @@
 """The change stream's reader over a socket: what it takes, and what it refuses to go on from."""
 
 import fcntl
+import itertools
 import resource
 import socket
 import struct
+import threading
+import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from icestream.epoch import Epoch
 from icestream.errors import HistoryLost, SourceUnavailable
-from icestream.sources import Budget
-from icestream.sources.postgres import connection
-from icestream.sources.postgres.changes import Relation
-from icestream.sources.postgres.connection import Inbox, parse_dsn
+from icestream.frontier import Frontier
+from icestream.sources import Budget, postgres
+from icestream.sources.postgres import PostgresOptions, PostgresSource, connection
+from icestream.sources.postgres.changes import Relation, RelationColumn
+from icestream.sources.postgres.connection import Connection, Inbox, parse_dsn
+from icestream.sources.postgres.decode import PgType
+from icestream.sources.postgres.server import PgTable, Server, Slot
 from icestream.sources.postgres.wal import Start, WalReader, Witness, epochs
 from tests.servers import wait_until
 
@@ -236,3 +246,224 @@ def test_sockets_notice_a_host_that_is_gone():
                 assert opened.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
                 assert opened.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == idle
                 assert opened.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == timeout
+
+
+# --- the source waits for its reader ------------------------------------------------------------
+
+WAL = "wal one"
+ONE = Relation(
+    table="public.one",
+    oid=99,
+    columns=[RelationColumn(name="id", type=PgType(oid=23, name="int4"), typmod=-1)],
+    key=[0],
+)
+TABLE = PgTable(
+    name=ONE.table,
+    oid=ONE.oid,
+    schema="public",
+    relation="one",
+    columns=ONE.columns,
+    key=["id"],
+    leaves=[],
+)
+RELATION = b"R" + struct.pack(">I", ONE.oid) + b"public\0one\0d" + struct.pack(">h", 1)
+RELATION += b"\1id\0" + struct.pack(">Ii", 23, -1)
+INSERT = b"I" + struct.pack(">I", ONE.oid) + b"N" + struct.pack(">hciI", 1, b"b", 4, 7)
+
+
+class WiredServer(Server):
+    """A server that only its wires and its log's end are real of."""
+
+    log_end = 1_000_000
+
+    def slot(self) -> Slot:
+        return Slot(
+            name="s",
+            confirmed=0,
+            log_end=self.log_end,
+            sender_seconds=0.0,
+            active=False,
+            wal_status="reserved",
+            plugin="pgoutput",
+            lag_bytes=0,
+            safe_bytes=None,
+        )
+
+    def mark(self) -> int:
+        return 0
+
+
+class WiredSource(PostgresSource):
+    """A source whose streams are wires, one after the other."""
+
+    def __init__(self, folder: Path, *wires: Wire, budget: Budget = SMALL):
+        options = PostgresOptions(
+            dsn="postgresql://u@nowhere/db", tables=["public.one"], spool=str(folder)
+        )
+        super().__init__(options, "p", budget)
+        self._server = WiredServer(parse_dsn(options.dsn), "p", "", "")
+        self._identity = "one"
+        self._tables = {ONE.table: TABLE}
+        self._wires = list(wires)
+        self.looks = 0
+        # Nobody looks at the slot from time to time.
+        self._watch = threading.Thread()
+
+    def _open_stream(self, start: int) -> tuple[Connection, Inbox]:
+        wire = self._wires.pop(0)
+        return wire, Inbox(wire.client)  # type: ignore[return-value]
+
+    def _describe(self, message: bytes) -> Relation | None:
+        return ONE
+
+    def _pause(self) -> None:
+        self.looks += 1
+        super()._pause()
+
+    def has(self, upper: int) -> bool:
+        """Whether its reader has come to a position."""
+        found = self._reader.segments() if self._reader else []
+        return bool(found) and found[-1].upper >= upper
+
+    def reach(self, upper: int) -> None:
+        """Ask for the parts of an epoch that begins at START and was minted by an earlier run."""
+        bounds = (Frontier({WAL: (START,)}), Frontier({WAL: (upper,)}))
+        epoch = Epoch(number=1, lower=bounds[0], upper=bounds[1])
+        if self._reader is None:
+            # As `available`, which is asked first, has done.
+            self._read_stream((START,))
+        self.splits(epoch)
+        segments = self._between(START, upper)
+        assert segments[0].lower <= START and segments[-1].upper >= upper
+
+
+@pytest.fixture
+def hours_fly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the source an hour passes between two looks at the clock; for the reader it does not."""
+    hours = itertools.count(0, 3600)
+    clock: Any = SimpleNamespace(
+        monotonic=lambda: float(next(hours)), sleep=time.sleep, time=time.time
+    )
+    # Waiting for hours would take hours.
+    monkeypatch.setattr(postgres, "time", clock)
+
+
+@contextmanager
+def meanwhile(work: Callable[[], None]) -> Iterator[None]:
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    yield
+    thread.join(PATIENCE_SECONDS)
+
+
+def slowly(wire: Wire, source: WiredSource) -> None:
+    """A transaction that comes row by row; the source looks again and again before it is whole."""
+    found = Witness(at=3000, xid=9, time=6_000_000)
+    wire.write(b"B" + struct.pack(">qqI", found.at, found.time, found.xid))
+    wire.write(RELATION)
+    for _ in range(5):
+        wire.write(INSERT)
+        looked = source.looks
+        wait_until(lambda: source.looks > looked, PATIENCE_SECONDS, "another look")  # noqa: B023
+    wire.write(b"C" + struct.pack(">bqqq", 0, found.at, found.at + 10, found.time))
+
+
+def test_epoch_that_comes_slowly_is_waited_for(wire: Wire, tmp_path: Path, hours_fly: None):
+    """E3, Mend c6: no clock ends the wait for an epoch that some tables carry already."""
+    source = WiredSource(tmp_path, wire)
+    with meanwhile(lambda: slowly(wire, source)):
+        source.reach(3010)
+    source.close()
+
+
+def test_stream_that_comes_slowly_is_waited_for(wire: Wire, tmp_path: Path, hours_fly: None):
+    """E3, Mend c6: nor does one end the wait for what follows."""
+    source = WiredSource(tmp_path, wire)
+    at = Frontier({WAL: (START,)})
+    source._read_stream(at[WAL])
+    with meanwhile(lambda: slowly(wire, source)):
+        (bound,) = source._stream_bounds(at, 3000)
+    assert bound[WAL][0] == 3010
+    source.close()
+
+
+def test_server_that_falls_silent_ends_the_wait(
+    wire: Wire, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """P6, Mend c6: a wait without a clock is not one without an end."""
+    # Two minutes would be long.
+    monkeypatch.setattr(postgres, "SILENCE_SECONDS", 0.5)
+    source = WiredSource(tmp_path, wire)
+    with pytest.raises(SourceUnavailable, match="silent"):
+        source.reach(3010)
+    source.close()
+
+
+def test_wait_ends_when_the_run_is_stopped(wire: Wire, tmp_path: Path):
+    """P13, Mend c6: within a moment."""
+    source = WiredSource(tmp_path, wire)
+    source.interrupt()
+    with pytest.raises(SourceUnavailable, match="stopped"):
+        source.reach(3010)
+    source.close()
+
+
+def test_epoch_beyond_the_log_of_the_server(wire: Wire, tmp_path: Path):
+    """P12, Mend c6: a restored server that answers but will never come there is not waited for."""
+    source = WiredSource(tmp_path, wire)
+    with pytest.raises(HistoryLost, match="log ends at"):
+        source.reach(WiredServer.log_end + 1)
+    source.close()
+
+
+def test_reader_that_died_is_not_asked_again(tmp_path: Path):
+    """E3, Mend c6: the same epoch is read by another one, from its beginning."""
+    cut, whole = Wire(), Wire()
+    source = WiredSource(tmp_path, cut, whole)
+    early = Witness(at=2500, xid=8, time=5_500_000)
+    late = Witness(at=3000, xid=9, time=6_000_000)
+    cut.transaction(early, RELATION, INSERT)
+    cut.server.close()
+    for each in (early, late):
+        whole.transaction(each, RELATION, INSERT)
+    # The reader ends before it is asked, or meanwhile: then whoever asks tries again.
+    with suppress(SourceUnavailable):
+        source.reach(3010)
+    source.reach(3010)
+    # What has come stays good although its reader is dead.
+    whole.server.close()
+    wait_until(lambda: source._reader.failed is not None, PATIENCE_SECONDS, "the reader ends")
+    source._segments = []
+    source.reach(3010)
+    source.close()
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda source: source.reach(9000),
+        lambda source: source._stream_bounds(Frontier({WAL: (6000,)}), 9000),
+    ],
+)
+def test_epoch_larger_than_the_spool_may_be(
+    wire: Wire, tmp_path: Path, ask: Callable[[WiredSource], object]
+):
+    """E3, Mend c6: reading pauses when much is waiting, but not before the end of what is asked
+    for, nor for what was taken and not yet acknowledged."""
+    source = WiredSource(tmp_path, wire, budget=Budget(rows=1, bytes=1))
+    source._read_stream((START,))
+    for number in (1, 2):
+        wire.transaction(Witness(at=3000 * number - 10, xid=1, time=1), RELATION, INSERT)
+        wait_until(lambda: source.has(3000 * number), PATIENCE_SECONDS, "it comes")  # noqa: B023
+    assert source._reader is not None and source._reader.paused()
+    # What is told from now on is told by a reader that has noticed.
+    source._reader.confirm(START, START + 1)
+    wait_until(
+        lambda: any(confirmed == START + 1 for _, confirmed in wire.told),
+        PATIENCE_SECONDS,
+        "the pause",
+    )
+    wire.transaction(Witness(at=8990, xid=3, time=3), RELATION, INSERT)
+    with meanwhile(lambda: ask(source)):
+        wait_until(lambda: source.has(9000), PATIENCE_SECONDS, "what was asked for")
+    source.close()
