@@ -515,32 +515,35 @@ class Table:
 
     def owner(self) -> str | None:
         """Who feeds the table, as its property said when it was seen last."""
-        found = self._table.operations().current().property(OWNER_PROPERTY, None)
-        return None if found is None else str(found)
+        with self._readable():
+            found = self._table.operations().current().property(OWNER_PROPERTY, None)
+            return None if found is None else str(found)
 
     def pipelines(self) -> list[str]:
         """The pipelines that have ever committed to the table, by their tags."""
         prefix = summaries.tag_name("")
-        refs = self._table.operations().current().refs()
-        return sorted(
-            str(name).removeprefix(prefix)
-            for name in refs.keySet()
-            if str(name).startswith(prefix) and refs.get(name).isTag()
-        )
+        with self._readable():
+            refs = self._table.operations().current().refs()
+            return sorted(
+                str(name).removeprefix(prefix)
+                for name in refs.keySet()
+                if str(name).startswith(prefix) and refs.get(name).isTag()
+            )
 
     def fed(self, pipeline: str, branch: str, table: str) -> bool | None:
         """Whether the pipeline's last epoch was of this source table; None when that is gone."""
         snapshot_id = self.last_epoch_snapshot(pipeline, branch)
         if snapshot_id is None:
             return None
-        metadata = self._table.operations().current()
-        snapshot = metadata.snapshot(snapshot_id)
         try:
             with as_unavailable(f"could not read the progress of table {self.name}"):
+                metadata = self._table.operations().current()
+                snapshot = metadata.snapshot(snapshot_id)
                 upper = self._progress(metadata, snapshot).upper
+                known = snapshot.summary().get(summaries.BATCH_ID)
         except FrontierLost:
             return None
-        return bool(batch_id(pipeline, table, upper) == snapshot.summary().get(summaries.BATCH_ID))
+        return bool(batch_id(pipeline, table, upper) == known)
 
     def io_properties(self) -> dict[str, str]:
         """How the table's files are reached."""
@@ -565,7 +568,8 @@ class Table:
 
     def schema_id(self) -> int:
         """The number of the schema, which rises with every change; 0 as the table was made."""
-        return int(self._table.schema().schemaId())
+        with self._readable():
+            return int(self._table.schema().schemaId())
 
     def identifier_columns(self) -> list[str]:
         """The names of the identifier fields."""
@@ -599,7 +603,9 @@ class Table:
     def never_held_rows(self) -> bool:
         """Whether no snapshot that the table knows has a file."""
         held = ("total-data-files", "total-delete-files")
-        summaries = [_dictionary(each.summary()) for each in self.fresh_metadata().snapshots()]
+        with self._readable():
+            snapshots = self.fresh_metadata().snapshots()
+            summaries = [_dictionary(each.summary()) for each in snapshots]
         return not any(int(each.get(name, 0)) for each in summaries for name in held)
 
     def shape_anew(self, columns: Sequence[Column]) -> list[str]:
@@ -848,16 +854,17 @@ class Table:
 
     def last_epoch_snapshot(self, pipeline: str, branch: str) -> int | None:
         """The snapshot of the pipeline's last epoch: claims and foreign snapshots stand behind."""
-        metadata = self._table.operations().current()
-        snapshot = _latest(metadata, branch)
-        for _ in range(ANCESTORS_MAX):
-            if snapshot is None:
-                return None
-            summary = snapshot.summary()
-            if summary.get(summaries.PIPELINE) == pipeline and summary.get(summaries.BATCH_ID):
-                return int(snapshot.snapshotId())
-            parent = snapshot.parentId()
-            snapshot = metadata.snapshot(parent) if parent is not None else None
+        with self._readable():
+            metadata = self._table.operations().current()
+            snapshot = _latest(metadata, branch)
+            for _ in range(ANCESTORS_MAX):
+                if snapshot is None:
+                    return None
+                summary = snapshot.summary()
+                if summary.get(summaries.PIPELINE) == pipeline and summary.get(summaries.BATCH_ID):
+                    return int(snapshot.snapshotId())
+                parent = snapshot.parentId()
+                snapshot = metadata.snapshot(parent) if parent is not None else None
         return None
 
     def snapshot_time_ms(self, snapshot_id: int) -> int:

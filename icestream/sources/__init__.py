@@ -235,8 +235,21 @@ class Letters(Protocol):
         ...
 
 
+CALLED_BY_EPOCHS = frozenset({"shape", "meet", "emptied", "learn", "summary"})
+"""What the threads in which epochs are written ask a source, beside the loop's own thread."""
+
+CALLED_ALONE = frozenset({"available", "catch_up", "letters", "give_up"})
+"""What the loop asks a source only while no epoch is being written."""
+
+
 class Source(Protocol):
-    """Where changes come from. Used by the coordinator alone, from one thread at a time.
+    """Where changes come from. Used by the coordinator alone, by these threads:
+
+    - The loop's thread calls all methods, one after the other.
+    - Threads of epochs call those of `CALLED_BY_EPOCHS`, at the same time as each other and as the
+      loop's thread calls any other. What these share with others must bear that.
+    - Those of `CALLED_ALONE` come while there is no thread of an epoch: they may change all.
+    - `interrupt` comes at any moment, and `keyed` never changes.
 
     A source subclasses it. What is not abstract has the answer of a source that the question does
     not concern: it keeps nothing, empties nothing, has nothing to say or to let go. Whether there

@@ -28,13 +28,23 @@ from icestream.iceberg.files import DATA, FileClosed
 from icestream.pipeline import Cadence, Pipeline, State, unclaimed
 from icestream.schema import Column, SchemaGap, TableShape
 from icestream.sinks.iceberg import IcebergSink, IcebergSinkOptions
-from icestream.sources import Need, Source, SplitsLost, TableSplit, ValuesNeeded
+from icestream.sources import (
+    CALLED_ALONE,
+    CALLED_BY_EPOCHS,
+    Need,
+    Source,
+    SplitsLost,
+    TableSplit,
+    ValuesNeeded,
+)
 from icestream.worker import Outcome, Unready
 from tests.property.memory import Lake, MemoryCatalog, Snapshot, Wire
 
 SHAPE = TableShape(columns=[Column(name="id", type=LongType())], key=["id"])
 # Long enough for any machine; a test that waits for it has failed.
 DEADLINE_SECONDS = 30.0
+# Long enough for what must not happen to happen.
+EARLY_SECONDS = 0.5
 
 
 @pytest.fixture(autouse=True)
@@ -382,6 +392,56 @@ def test_several_epochs_are_written_at_once_and_committed_in_order():
     scene.workers.before = lambda epoch: together.wait() if epoch <= 3 else None
     scene.run(epochs_in_flight=3)
     assert scene.epochs("a") == [(number, [number - 1]) for number in range(1, 7)]
+
+
+class ThreadedSource(LogSource):
+    """Notes which thread calls what, and what is called while workers write."""
+
+    def __init__(self, scene: Scene, log: str, bounds: Sequence[int]):
+        super().__init__(log, bounds, scene.notes)
+        self.workers = scene.workers
+        self.loop = threading.current_thread()
+        self.elsewhere: set[str] = set()
+        self.beside_epochs: set[str] = set()
+        self.writing = 0
+        self.lock = threading.Lock()
+        self.asked_early = threading.Event()
+
+    def __getattribute__(self, name: str) -> Any:
+        if not name.startswith("_") and name in vars(Source):
+            if threading.current_thread() is not self.loop:
+                self.elsewhere.add(name)
+            elif self.writing:
+                self.beside_epochs.add(name)
+                if name in CALLED_ALONE:
+                    self.asked_early.set()
+        return super().__getattribute__(name)
+
+    def write(self, parts: Any, writer: Any, *rest: Any) -> Outcome:
+        """What workers do, which is noted."""
+        with self.lock:
+            self.writing += 1
+        try:
+            if writer.epoch == len(self.bounds):
+                # A loop that asks too early has the time to do so.
+                self.asked_early.wait(EARLY_SECONDS)
+            return self.workers(parts, writer, *rest)
+        finally:
+            with self.lock:
+                self.writing -= 1
+
+
+def test_threads_of_epochs_call_what_a_source_expects_of_them():
+    """E5, Mend c8: no other method is called beside the loop, and none that must be alone is called
+    while an epoch is being written."""
+    scene = Scene("ab" * 6, [2, 4, 6, 8, 10, 12])
+    source = ThreadedSource(scene, "ab" * 6, [2, 4, 6, 8, 10, 12])
+    sink = scene.sink()
+    cadence = Cadence(commit_interval=0.0, epochs_in_flight=3)
+    Pipeline("p", source, sink, cadence, source.write).run(once=True)
+    assert {"shape", "emptied", "learn", "summary"} <= source.elsewhere
+    assert source.elsewhere <= CALLED_BY_EPOCHS | {"keyed"}
+    assert source.beside_epochs.isdisjoint(CALLED_ALONE)
 
 
 def test_an_epoch_that_only_some_tables_carry_is_brought_to_the_others_alone():

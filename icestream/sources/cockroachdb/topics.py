@@ -344,8 +344,10 @@ class CockroachdbTopics(Changefeed):
 
     def trouble(self) -> IcestreamError | None:
         """What holds the resolved timestamp back."""
-        if self._stalled is not None:
-            return self._stalled[1]
+        # An epoch that is read meanwhile takes it away.
+        stalled = self._stalled
+        if stalled is not None:
+            return stalled[1]
         if not self._waiting:
             return None
         topic, number = self._waiting[0]

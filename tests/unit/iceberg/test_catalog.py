@@ -1,14 +1,16 @@
 """Names, places and partition terms, as far as they can be told without Iceberg's library."""
 
 import os
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from py4j.protocol import Py4JJavaError
 
-from icestream.errors import ConfigInvalid
+from icestream.errors import Broken, ConfigInvalid, Retryable, TargetUnavailable
 from icestream.iceberg import catalog
-from icestream.iceberg.catalog import TableName, local_path
+from icestream.iceberg.catalog import Table, TableName, local_path
 
 
 def test_a_table_name_is_told_with_its_namespace():
@@ -80,3 +82,65 @@ def test_a_term_that_is_not_understood_is_refused(term):
     with pytest.raises(ConfigInvalid, match="cannot partition by") as caught:
         partition_calls(term)
     assert caught.value.hint
+
+
+class IoTrouble(SimpleNamespace):
+    """What Java raises when the catalog or its storage does not answer."""
+
+    _target_id = "o1"
+    _gateway_client = SimpleNamespace(send_command=lambda command: "")
+
+    def getClass(self) -> Any:
+        return SimpleNamespace(getSimpleName=lambda: "UncheckedIOException")
+
+    def getCause(self) -> None:
+        return None
+
+    def getMessage(self) -> str:
+        return "connection reset"
+
+
+class HiccupingTable:
+    """As much of Iceberg's table as is asked; the first request for anything is lost."""
+
+    def __init__(self) -> None:
+        self.lost = 0
+
+    def __getattr__(self, name: str) -> Any:
+        if not self.lost:
+            self.lost += 1
+            raise Py4JJavaError("lost", IoTrouble())
+        empty = SimpleNamespace(keySet=list)
+        metadata = SimpleNamespace(
+            property=lambda key, default: default,
+            refs=lambda: empty,
+            ref=lambda branch: None,
+            currentSnapshot=lambda: None,
+            snapshots=list,
+        )
+        operations = SimpleNamespace(current=lambda: metadata, refresh=lambda: metadata)
+        return {
+            "operations": lambda: operations,
+            "schema": lambda: SimpleNamespace(schemaId=lambda: 7),
+        }[name]
+
+
+@pytest.mark.parametrize(
+    ("ask", "answer"),
+    [
+        (lambda table: table.last_epoch_snapshot("p", "main"), None),
+        (lambda table: table.fed("p", "main", "t"), None),
+        (Table.owner, None),
+        (Table.pipelines, []),
+        (Table.schema_id, 7),
+        (Table.never_held_rows, True),
+    ],
+)
+def test_one_request_that_is_lost_is_passing_trouble(ask: Callable[[Table], Any], answer: Any):
+    """I5, Mend c8: it may be asked again, and if it is not it ends a run as passing trouble."""
+    table = Table(None, TableName(namespace=("n",), name="t"), HiccupingTable())
+    with pytest.raises(TargetUnavailable, match="could not read") as found:
+        ask(table)
+    assert isinstance(found.value, Retryable)
+    assert found.value.exit_code != Broken.exit_code
+    assert ask(table) == answer

@@ -504,3 +504,26 @@ def test_rows_are_not_deleted_by_other_columns_than_their_key(memory):
     (split,) = source.splits(epoch(START, source.available(START)[0]))
     with pytest.raises(ConfigInvalid, match="cannot be deleted by v"):
         list(split.read(SCHEMA, ["v"]))
+
+
+def test_trouble_that_an_epoch_takes_away_meanwhile():
+    """E5, Mend c8: epochs tell what they have read while the loop asks what holds it back."""
+
+    class Reading(CockroachdbTopics):
+        """Whenever it has been looked at, an epoch has read something."""
+
+        @property
+        def _stalled(self) -> Any:
+            found, self._kept = self.__dict__.get("_kept"), None
+            return found
+
+        @_stalled.setter
+        def _stalled(self, found: Any) -> None:
+            self._kept = found
+
+    options = CockroachdbOptions(kafka=TopicsOptions(bootstrap_servers="x:1", topics=["t"]))
+    source = Reading(options, "p", lambda tasks: [], 2)
+    lost = PartitionStalled("t", 0)
+    source.give_up(lost)
+    assert source.trouble() is lost
+    assert source.trouble() is None
