@@ -366,18 +366,15 @@ class Pipeline:
             )
 
     def _without_history(self, progress: Mapping[str, Progress]) -> dict[str, Progress]:
-        """Tables of the source that never took an epoch although the pipeline is past the start.
+        """Tables of the source that lack changes although the pipeline is past them.
 
-        They were added to the pipeline, or dropped and created anew: what the source still has of
-        them must come first, or the table would silently begin in the middle.
+        They were added to the pipeline, or dropped and created anew, or left out for a while: what
+        the source still has of them must come first, or something would silently be missing.
         """
         nothing = Progress(pipeline=self.name)
-        return {
-            table: nothing
-            for table in self._source.tables()
-            if progress.get(table, nothing).epoch == 0
-            and self._source.has_history(table, self._durable)
-        }
+        own = {table: progress.get(table, nothing) for table in self._source.tables()}
+        lower = {t: self._source.read_from(t, mine.upper, self._durable) for t, mine in own.items()}
+        return {t: replace(own[t], upper=at) for t, at in lower.items() if at is not None}
 
     def _replay(self, table: str, progress: Progress) -> None:
         """Bring a table that lies behind forward to the others, boundary by boundary."""

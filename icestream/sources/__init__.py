@@ -14,7 +14,7 @@ from pyspark.sql import DataFrame
 
 from icestream.epoch import Epoch
 from icestream.errors import IcestreamError, SourceUnavailable
-from icestream.frontier import Frontier
+from icestream.frontier import START, Frontier
 from icestream.schema import Column, TableShape
 
 
@@ -280,6 +280,14 @@ class Source(Protocol):
     def has_history(self, table: str, before: Frontier) -> bool:
         """Whether the source may still serve changes of the table that lie before a frontier."""
         ...
+
+    def read_from(self, table: str, own: Frontier, durable: Frontier) -> Frontier | None:
+        """From where a table must be read before all go on from `durable`; None if it need not.
+
+        `own` is what the table remembers. Mostly it lies behind because it had no changes; one
+        that took no epoch yet has all the history before it.
+        """
+        return START if own == START and self.has_history(table, durable) else None
 
     @abstractmethod
     def available(self, lower: Frontier) -> Sequence[Frontier]:

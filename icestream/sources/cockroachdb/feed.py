@@ -17,6 +17,7 @@ from icestream.schema import parse_type
 from icestream.sources import Budget, Source
 from icestream.sources.cockroachdb import CockroachdbOptions
 from icestream.sources.cockroachdb.hlc import format_hlc, resolved_of
+from icestream.sources.cockroachdb.taken import names_of
 
 T = TypeVar("T")
 
@@ -86,7 +87,7 @@ class Changefeed(Source):
 
     def _wanted(self, topic: str) -> bool:
         wanted = self._options.tables
-        return not wanted or topic in wanted or topic.rsplit(".", 1)[-1] in wanted
+        return not wanted or any(name in wanted for name in names_of(topic))
 
 
 def _said_of(table: str, options: Mapping[str, T], nothing: T) -> T:

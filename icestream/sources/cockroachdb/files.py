@@ -42,7 +42,7 @@ from icestream.errors import (
     SchemaRejected,
     SourceUnavailable,
 )
-from icestream.frontier import Frontier, Position
+from icestream.frontier import START, Frontier, Position
 from icestream.iceberg.files import filesystem
 from icestream.schema import (
     Column,
@@ -81,6 +81,7 @@ from icestream.sources.cockroachdb.rows import (
     timestamps,
     top_of,
 )
+from icestream.sources.cockroachdb.taken import taken, takes
 from icestream.sources.json_cells import Cells, MalformedJson, lines
 from icestream.sources.json_columns import infer_type
 
@@ -407,6 +408,12 @@ class CockroachdbFiles(Changefeed):
         """Whether the folder has files of the table that were begun before a frontier."""
         return any(f.topic == table and f.at < before[RESOLVED] for f in self._files.values())
 
+    def read_from(self, table: str, own: Frontier, durable: Frontier) -> Frontier | None:
+        """What the table remembers, also when `tables` did not name it for a while."""
+        if own != START and not own.covers(durable) and not takes(durable, table):
+            return own
+        return super().read_from(table, own, durable)
+
     def available(self, lower: Frontier) -> Sequence[Frontier]:
         """One boundary for each resolved timestamp after `lower`, thinned by `resolved_every`."""
         start = lower[RESOLVED]
@@ -432,8 +439,7 @@ class CockroachdbFiles(Changefeed):
         boundaries = self.thinned(
             start, waiting, [(0, size) for size in self._bytes_before(waiting)]
         )
-        if len(boundaries) > 1:
-            self._index_unknown()
+        self._index_unknown(start, several=len(boundaries) > 1)
         return self._frontiers(boundaries, lower)
 
     def milestone(self, epoch: Epoch) -> bool:
@@ -516,6 +522,8 @@ class CockroachdbFiles(Changefeed):
                 number=file.number,
                 at=file.at,
                 **({"last": self._spans[path][1][0]} if path in self._spans else {}),
+                # Nobody reads it after this frontier.
+                **({} if self._wanted(file.topic) else {"last": 0}),
             )
             for path, file in self._files.items()
         ]
@@ -528,8 +536,10 @@ class CockroachdbFiles(Changefeed):
         ]
         folders = remembered(boundaries, files, lower, since)
         return [
-            after(marker).join(Frontier({FOLDER: folder}))
-            for marker, folder in zip(boundaries, folders, strict=True)
+            reached.join(Frontier({FOLDER: folder})).join(
+                taken(reached[RESOLVED], self._options.tables, lower)
+            )
+            for reached, folder in zip(map(after, boundaries), folders, strict=True)
         ]
 
     def _list(self, start: Position) -> _Listing:
@@ -609,12 +619,18 @@ class CockroachdbFiles(Changefeed):
                 sizes[number] += file.size_bytes
         return sizes
 
-    def _index_unknown(self) -> None:
-        """Learn the spans of files that several pending epochs would otherwise all have to read."""
+    def _index_unknown(self, start: Position, several: bool) -> None:
+        """Learn the spans of files that several pending epochs would otherwise all have to read.
+
+        And of those begun before `start`: most have nothing new, which spares the epoch to read
+        them, and the frontier to say that they must stay.
+        """
         unknown = [
             IndexTask(location=self._options.files, storage=self._options.storage, file=file)
             for file in self._files.values()
-            if file.path not in self._spans and self._wanted(file.topic)
+            if file.path not in self._spans
+            and self._wanted(file.topic)
+            and (several or file.at < start)
         ]
         for path, first, last in self._index(unknown) if unknown else ():
             self._spans[path] = (first, last)

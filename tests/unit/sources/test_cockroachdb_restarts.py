@@ -1,0 +1,138 @@
+"""Runs over a folder of changefeed files, one after the other, into a lake in memory."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from icestream.errors import HistoryLost
+from icestream.iceberg.files import DATA, FileClosed
+from icestream.pipeline import Cadence, Pipeline
+from icestream.samples import FeedFolder
+from icestream.sinks.iceberg import IcebergSink, IcebergSinkOptions
+from icestream.sources.cockroachdb.hlc import parse_file_time
+from icestream.worker import Outcome
+from tests.property.memory import Lake, MemoryCatalog
+from tests.unit.sources.test_cockroachdb import at, feed, hlc, source, wrapped
+
+
+class Shop:
+    """A folder, a lake and workers; each `run` is a new one over them."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.feed: FeedFolder = feed(folder)
+        self.lake = Lake()
+        self.files: dict[str, list[int]] = {}
+
+    def round(self, number: int, *tables: str) -> None:
+        """A row of each table, and a marker nine seconds later."""
+        for table in tables:
+            row = wrapped(number, 10 * number + 1, name="x")
+            self.feed.data(table, [row], at(10 * number + 1))
+        self.feed.resolved(at(10 * number + 9))
+
+    def run(self, *tables: str, **options: Any) -> None:
+        """A single run that takes these tables, or all."""
+        sink = IcebergSink(MemoryCatalog(self.lake), IcebergSinkOptions(namespace="n"), "p")
+        given = source(self.folder, tables=tables, **options)
+        cadence = Cadence(commit_interval=0.0)
+        Pipeline("p", given, sink, cadence, self._write).run(once=True)
+
+    def snapshots(self, table: str) -> list[list[int]]:
+        """The ids that each snapshot with rows brought, the oldest first."""
+        metadata = next(made for name, made in self.lake.tables.items() if name.name == table)
+        found = [[i for path in s.paths for i in self.files[path]] for s in metadata.ancestry()]
+        return [ids for ids in reversed(found) if ids]
+
+    def prune(self, seconds: float) -> None:
+        """Remove all that was written before a time."""
+        for path in [*self.folder.rglob("*.ndjson"), *self.folder.rglob("*.RESOLVED")]:
+            if parse_file_time(path.name) < at(seconds):
+                path.unlink()
+
+    def _write(self, splits: Sequence[Any], writer: Any, keyed: bool, description: str) -> Outcome:
+        reports, learned = [], []
+        for number, split in enumerate(splits):
+            table = split.table
+            batches = split.read(writer.schema_json(table), writer.key(table))
+            ids = [row["id"] for batch in batches for row in batch.to_pylist()]
+            learned.append(split.learned())
+            if ids:
+                path = f"{table}/{writer.epoch}/{writer.run}/{number}"
+                self.files[path] = ids
+                closed = FileClosed(
+                    table=table,
+                    epoch=writer.epoch,
+                    batch_id=writer.batch_ids[table],
+                    worker=f"w{number}",
+                    schema_id=writer.targets[table].schema_id,
+                    spec_id=0,
+                    path=path,
+                    kind=DATA,
+                    record_count=len(ids),
+                    size_bytes=1,
+                    partition={},
+                )
+                reports.append(closed.to_json())
+        return Outcome(reports=reports, rows=1, learned=learned)
+
+
+@pytest.fixture
+def shop(tmp_path) -> Shop:
+    return Shop(tmp_path)
+
+
+BOTH = ("customers", "orders")
+
+
+@pytest.mark.parametrize("first", [BOTH, ()])
+def test_a_table_that_was_left_out_for_a_while_gets_what_came_meanwhile(shop, first):
+    """C8, Mend f2: snapshot by snapshot, and before the pipeline goes on."""
+    shop.round(0, *BOTH)
+    shop.run(*first)
+    for number in (1, 2):
+        shop.round(number, *BOTH)
+        shop.run("orders")
+    shop.round(3, *BOTH)
+    shop.run(*first)
+    shop.round(4, *BOTH)
+    shop.run(*first)
+    assert shop.snapshots("orders") == [[0], [1], [2], [3], [4]]
+    assert shop.snapshots("customers") == [[0], [1], [2], [3], [4]]
+
+
+def test_a_table_that_comes_back_while_nothing_is_new_is_read_and_not_twice(shop):
+    """C8, Mend f2: what it lacks lies before the frontier, and is brought once."""
+    shop.round(0, *BOTH)
+    shop.run(*BOTH)
+    shop.round(1, *BOTH)
+    shop.run("orders")
+    for _ in range(2):
+        shop.run(*BOTH)
+    assert shop.snapshots("customers") == [[0], [1]]
+
+
+def test_a_table_that_comes_back_after_its_files_went_is_history_lost(shop):
+    """C8, Mend f2: what was removed while a table was left out is not passed over."""
+    for number in range(4):
+        shop.round(number, *BOTH)
+        shop.run(*(BOTH if number == 0 else ("orders",)))
+    shop.prune(25)
+    with pytest.raises(HistoryLost, match="before they were read") as caught:
+        shop.run(*BOTH)
+    assert f"accept_lost_after: {hlc(9)}" in (caught.value.hint or "")
+
+
+def test_a_table_that_merely_had_no_changes_needs_no_old_files(shop):
+    """C8, Mend f2: idle is not left out."""
+    shop.round(0, *BOTH)
+    shop.run(*BOTH)
+    for number in range(1, 5):
+        shop.round(number, "orders")
+        shop.run(*BOTH)
+    shop.prune(35)
+    shop.round(5, *BOTH)
+    shop.run(*BOTH)
+    assert shop.snapshots("customers") == [[0], [5]]
