@@ -1,9 +1,11 @@
 """The source never blocks its PostgreSQL: not when it starts, not when the server wants to end."""
 
+import logging
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pg8000.native
@@ -11,7 +13,7 @@ import pytest
 
 from icestream.errors import SourceUnavailable
 from icestream.frontier import START, Frontier
-from icestream.samples.postgres import STOP_SECONDS_MAX, EmbeddedPostgres
+from icestream.samples.postgres import STOP_SECONDS_MAX, EmbeddedPostgres, Programs
 from icestream.sources import Budget, postgres
 from icestream.sources.postgres import PostgresOptions, PostgresSource
 from tests.integration.postgres_world import session
@@ -204,6 +206,56 @@ def test_server_ends_while_the_source_does_not_read(
     began = time.monotonic()
     server.stop("fast")
     assert time.monotonic() - began < STOP_SECONDS_MAX, "it ended by itself"
+
+
+@contextmanager
+def standby(server: EmbeddedPostgres, folder: Path) -> Iterator[None]:
+    """A standby that says at once what it has flushed; no slot holds the log for it."""
+    folder.mkdir()
+    programs = Programs()
+    receive = [str(programs.folder / "pg_receivewal"), "--dbname", server.dsn, "--synchronous"]
+    with subprocess.Popen([*receive, "--directory", str(folder)]) as process:
+        try:
+            yield
+        finally:
+            process.terminate()
+
+
+def test_clients_of_a_synchronous_server_do_not_wait_for_the_lake(
+    server: EmbeddedPostgres,
+    source: PostgresSource,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+):
+    """P13, Mend of 018: the server takes any standby (`*`), and the source came first. A client's
+    commit waits for the standby alone, whether its change is durable in the lake or not."""
+    at = copied(source)
+    ask(server, "alter system set synchronous_standby_names = '*'")
+    ask(server, "select pg_reload_conf()")
+    states = "select application_name, sync_state from pg_stat_replication order by 1"
+    with standby(server, tmp_path / "standby"):
+        expected = [["icestream", "async"], ["pg_receivewal", "sync"]]
+        wait_until(lambda: ask(server, states) == expected, PATIENCE_SECONDS, "one standby counts")
+        for number in (2, 3):
+            began = time.monotonic()
+            with_session(server, lambda db, n=number: db.run(f"insert into one values ({n}, 'b')"))
+            assert time.monotonic() - began < SOON_SECONDS
+            before = ask(server, "select confirmed_flush_lsn from pg_replication_slots")
+            wait_until(lambda at=at: bool(source.available(at)), PATIENCE_SECONDS, "the change")
+            at = source.available(at)[-1]
+            source.ack(at)
+            wait_until(
+                lambda was=before: (
+                    ask(server, "select confirmed_flush_lsn from pg_replication_slots") != was
+                ),
+                PATIENCE_SECONDS,
+                "the slot moves",
+            )
+            wait_until(lambda: ask(server, states) == expected, PATIENCE_SECONDS, "as before")
+    with caplog.at_level(logging.WARNING):
+        other = PostgresOptions(dsn=server.dsn, tables=["public.one"])
+        PostgresSource(other, NAME, Budget(rows=1, bytes=1)).tables()
+    assert "icestream does not count as one" in caplog.text
 
 
 def copied(source: PostgresSource) -> Frontier:

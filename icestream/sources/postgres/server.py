@@ -105,6 +105,10 @@ select exists (
   where not granted and waitstart < clock_timestamp() - make_interval(secs => :seconds)
     and :blocker = any(pg_blocking_pids(pid)))
 """
+# A role that may not see the state sees null.
+_STANDBYS = """
+select count(*) from pg_catalog.pg_stat_replication where sync_state is distinct from 'async'
+"""
 _ALL_OPERATIONS = ("insert", "update", "delete", "truncate")
 _OPERATIONS = """
 select pubinsert, pubupdate, pubdelete, pubtruncate, pubviaroot
@@ -231,6 +235,13 @@ class Server:
                 raise ConfigInvalid(
                     f"role {role} may not follow changes",
                     hint=f"Run `ALTER ROLE {quoted(str(role))} REPLICATION` as a superuser.",
+                )
+            awaited = connection.one("SHOW synchronous_standby_names")
+            if awaited and not connection.one(_STANDBYS):
+                log.warning(
+                    "commits at PostgreSQL wait for a standby (synchronous_standby_names is %s), "
+                    "and none is there; icestream does not count as one",
+                    awaited,
                 )
 
     def tables(
@@ -382,6 +393,7 @@ class Server:
                 commands.append(f"ALTER PUBLICATION {quoted(name)} {verb} TABLE {targets}")
         if not commands:
             return
+        connection.rows("SET synchronous_commit = 'local'")
         connection.rows("BEGIN")
         try:
             for command in commands:

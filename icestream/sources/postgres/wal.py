@@ -338,14 +338,16 @@ class WalReader:
                 moved, reply = self._confirmed != confirmed, bool(self._state[State.REPLY])
                 confirmed = self._confirmed
             received = max(confirmed, int(self._state[State.SENT_LSN]))
-            if due or moved:
-                self._connection.send_status(received, confirmed, reply=due)
-                told = time.monotonic()
-            if reply:
-                # A server that shuts down asks until all that it sent is flushed, or, by one who
-                # does not say what is flushed, received. What is durable is told at other times.
-                self._connection.send_status(received, 0, reply=False)
+            if moved:
+                self._connection.send_status(received, confirmed, reply=False)
+            if moved or due or reply:
+                # One who does not say what is flushed is no synchronous standby, so that no client
+                # waits for the lake. A server that shuts down waits until all is flushed, or, by
+                # such a one, received. The slot keeps what it was told.
+                self._connection.send_status(received, 0, reply=due)
                 self._state[State.REPLY] = 0
+            if due:
+                told = time.monotonic()
             if full:
                 heard = time.monotonic()
             elif self._inbox.ready(_POLL_SECONDS):
