@@ -14,7 +14,9 @@ and a restart needs nothing else:
 
     resolved: (wall, logical + 1)    "<topic> <partition> <topic id>": (end, low, first)
 
-`first` is where reading began, so that a first epoch is read again from the same place too.
+`first` is where reading began, so that a first epoch is read again from the same place too. Topics
+that are left out stay where they are, and R does not hold for them: their positions go on with the
+timestamp that they were left at, `(end, low, first, wall, logical + 1)`, and from then on with R.
 """
 
 import bisect
@@ -68,6 +70,9 @@ RECORDS_AHEAD = 1_000_000
 # What one worker looks through at a time.
 INDEX_RECORDS = 100_000
 SAMPLE_BYTES = 4 * 1024**2
+
+# A position has three offsets, and a timestamp if its topic was ever left out.
+_PLACE = 3
 
 Partition = tuple[str, int]
 IndexTopics = Callable[[Sequence[IndexRanges]], Sequence[Sequence[Indexed]]]
@@ -303,23 +308,25 @@ class CockroachdbTopics(Changefeed):
                     topic, "Read it into new tables under another pipeline name, from its start."
                 )
             elif (topic, number) in self._bounds:
-                end, low, _ = position
+                end, low = position[:2]
                 refuse_lost(topic, number, low, self._bounds[topic, number])
                 refuse_lost(topic, number, end, self._bounds[topic, number])
 
     def splits(self, epoch: Epoch) -> Sequence[TopicSplit]:
         """Where rows of the epoch are, or may be, in splits of one table each."""
-        upper = epoch.upper[RESOLVED]
+        lowers, uppers = _reached_by(epoch.lower), _reached_by(epoch.upper)
+        spans = {topic: (lowers.get(topic, EARLIEST), upper) for topic, upper in uppers.items()}
         pieces: dict[str, list[tuple[Range, int]]] = {}
-        for name, (end, _, first) in epoch.upper.positions.items() - {RESOLVED: upper}.items():
+        for name, position in _partitions_of(epoch.upper).items():
             topic, number, _ = partition_parts(name)
+            end, _, first = position[:3]
             start = epoch.lower[name][1] if epoch.lower[name] else first
             whole = Range(topic=topic, partition=number, start=start, end=end)
-            if start < end:
-                found = self._pieces(name, whole, self._lower(epoch.lower, topic), upper)
-                pieces.setdefault(topic, []).extend(found)
+            lower, upper = spans[topic]
+            if start < end and lower < upper:
+                pieces.setdefault(topic, []).extend(self._pieces(name, whole, lower, upper))
         splits = [
-            self._split(topic, group, epoch)
+            self._split(topic, group, *spans[topic])
             for topic in sorted(pieces)
             for group in self._packed(sorted(pieces[topic], key=lambda piece: str(piece[0])))
         ]
@@ -404,7 +411,7 @@ class CockroachdbTopics(Changefeed):
             earliest = self._bounds[topic.name, number][0]
             start = earliest
             if position := lower[name]:
-                end, low, _ = position
+                end, low = position[:2]
                 # The marker before the end may speak of later timestamps as well.
                 start = max(earliest, min(low, end - 1))
             index = self._indexes.get(name)
@@ -496,7 +503,7 @@ class CockroachdbTopics(Changefeed):
         start, reached = lower[RESOLVED], self._reached(lower)
         if reached is None or reached < start:
             return []
-        starts = {topic: self._lower(lower, topic) for topic in self._topics}
+        starts = _reached_by(lower)
         waiting = sorted(
             {
                 marker.resolved
@@ -509,7 +516,7 @@ class CockroachdbTopics(Changefeed):
             run
             for name, index in self._indexes.items()
             for run in index.runs
-            if run.last >= starts[partition_parts(name)[0]]
+            if run.last >= starts.get(partition_parts(name)[0], EARLIEST)
         ]
         sizes = [(0, 0)] * len(waiting)
         for run in runs:
@@ -520,22 +527,19 @@ class CockroachdbTopics(Changefeed):
         chosen = self.thinned(start, waiting, sizes, more_to_come=bool(self._unindexed()))
         return _with_rows(chosen, runs)
 
-    def _lower(self, lower: Frontier, topic: str) -> Position:
-        """Rows from this timestamp on are new.
-
-        A topic that a frontier does not know is new as a whole: a table that is added to a
-        changefeed is scanned as of a time that may have been passed.
-        """
-        named = any(name.split(" ")[0] == topic for name in lower.positions if name != RESOLVED)
-        return lower[RESOLVED] if named else EARLIEST
-
     def _frontier(self, lower: Frontier, resolved: Position) -> Frontier:
-        places = {}
+        reached = after(resolved)
+        places = {
+            # What is left out stays, with the time that it was left at.
+            name: at if len(at) > _PLACE else (*at, *lower[RESOLVED])
+            for name, at in _partitions_of(lower).items()
+        }
         for name, index in self._indexes.items():
             end, low = index.place(resolved)
             known = lower[name] or (index.start, index.start, index.start)
-            places[name] = (max(end, known[0]), max(low, known[1]), known[2])
-        return Frontier({**lower.positions, **after(resolved).positions, **places})
+            time_of_its_own = reached[RESOLVED] if len(known) > _PLACE else ()
+            places[name] = (max(end, known[0]), max(low, known[1]), known[2], *time_of_its_own)
+        return Frontier({**reached.positions, **places})
 
     # Own: splits
 
@@ -568,14 +572,16 @@ class CockroachdbTopics(Changefeed):
         if part:
             yield part
 
-    def _split(self, topic: str, pieces: Sequence[tuple[Range, int]], epoch: Epoch) -> TopicSplit:
+    def _split(
+        self, topic: str, pieces: Sequence[tuple[Range, int]], lower: Position, upper: Position
+    ) -> TopicSplit:
         return TopicSplit(
             table=topic,
             settings=self._kafka.settings(),
             read_timeout=self._kafka.read_timeout,
             ranges=[piece for piece, _ in pieces],
-            lower=self._lower(epoch.lower, topic),
-            upper=epoch.upper[RESOLVED],
+            lower=lower,
+            upper=upper,
             declared=self.declared(topic),
             source_key=self.named_key(topic),
             size_bytes=sum(size for _, size in pieces),
@@ -608,6 +614,24 @@ class CockroachdbTopics(Changefeed):
         if not columns or not key:
             return None
         return TableShape(columns=sorted(columns, key=lambda column: column.name), key=key)
+
+
+def _partitions_of(frontier: Frontier) -> dict[str, Position]:
+    return {name: at for name, at in frontier.positions.items() if name != RESOLVED and at}
+
+
+def _reached_by(frontier: Frontier) -> dict[str, Position]:
+    """By topic: rows from this timestamp on are new.
+
+    A topic that is not in it is new as a whole: a table that is added to a changefeed is scanned as
+    of a time that may have been passed.
+    """
+    reached: dict[str, Position] = {}
+    for name, at in _partitions_of(frontier).items():
+        topic = partition_parts(name)[0]
+        time_reached = at[_PLACE:] or frontier[RESOLVED]
+        reached[topic] = min(reached.get(topic, time_reached), time_reached)
+    return reached
 
 
 def _columns(rows: Rows, declared: Mapping[str, IcebergType]) -> list[Column]:

@@ -527,3 +527,43 @@ def test_trouble_that_an_epoch_takes_away_meanwhile():
     source.give_up(lost)
     assert source.trouble() is lost
     assert source.trouble() is None
+
+
+# Topics that were left out
+
+
+def test_a_topic_that_was_left_out_for_a_while_comes_with_what_came_meanwhile(memory):
+    """C8, Mend f2: its rows are new from where it was left, not from where the others stand."""
+    memory.counts["u"], memory.ids["u"] = 1, "y"
+    memory.send("u", 0, [row(1, at(1), v=1), row(2, at(7), v=7)])
+    resolve(memory, at(5))
+    (first,) = memory.source().available(START)
+    memory.send("t", 0, [row(3, at(8), v=8)])
+    memory.send("u", 0, [row(4, at(9), v=9)])
+    resolve(memory, at(10))
+    without = memory.source(tables=["t"])
+    (second,) = without.available(first)
+    # The row of 7 stands before the marker of 5: a table that is left out must not get it alone.
+    assert changes(without, first, second) == [(3, 8, at(8))]
+    memory.send("u", 0, [row(5, at(11), v=11)])
+    resolve(memory, at(15))
+    again = memory.source()
+    (third,) = again.available(Frontier.from_json(json.loads(json.dumps(second.to_json()))))
+    assert changes(again, second, third) == [(2, 7, at(7)), (4, 9, at(9)), (5, 11, at(11))]
+    resolve(memory, at(20))
+    (fourth,) = again.available(third)
+    assert changes(again, third, fourth) == []
+
+
+def test_a_topic_that_was_left_out_while_its_records_went_is_history_lost(memory):
+    """C8, Mend f2: what it lacks is known by its own offsets."""
+    memory.counts["u"], memory.ids["u"] = 1, "y"
+    memory.send("u", 0, [row(1, at(1), v=1)])
+    resolve(memory, at(5))
+    (first,) = memory.source().available(START)
+    memory.send("u", 0, [row(2, at(8), v=8)])
+    resolve(memory, at(10))
+    (second,) = memory.source(tables=["t"]).available(first)
+    memory.earliest["u", 0] = 3
+    with pytest.raises(HistoryLost, match="no longer has offset 2"):
+        memory.source().available(second)

@@ -490,3 +490,17 @@ def test_topics_that_cannot_be_tables_of_their_own_are_refused_as_soon_as_they_a
     cluster.ends = {("eu.t", 0): (0, 10), ("us.t", 0): (0, 0)}
     reader.table_names = TableNames(given={"us.t": "us_t"})
     assert reader.available(START)
+
+
+def test_a_topic_that_was_left_out_for_a_while_goes_on_where_it_was_left(cluster):
+    """K2, Mend f2: each partition has an offset of its own, which waits meanwhile."""
+    cluster.ids["u"], cluster.ends["u", 0] = "two", (0, 5)
+    (first,) = source().available(START)
+    del cluster.ids["u"]
+    cluster.ends |= {("t", 0): (0, 20), ("u", 0): (0, 8)}
+    (second,) = source().available(first)
+    cluster.ids["u"], cluster.ends["u", 0] = "two", (0, 9)
+    again = source()
+    (third,) = again.available(second)
+    read = [r for split in again.splits(epoch(second, third)) for r in split.ranges]
+    assert [(r.topic, r.start, r.end) for r in read] == [("u", 5, 9)]
