@@ -32,6 +32,7 @@ import pyarrow as pa
 from icestream import dead_letters, failpoints, metrics
 from icestream.epoch import Epoch, Progress, Resume, resume_point
 from icestream.errors import (
+    Broken,
     CommitUnknown,
     ConfigInvalid,
     Fenced,
@@ -239,6 +240,10 @@ class Pipeline:
         except IcestreamError as error:
             self.health.become(State.HALTED, error)
             raise
+        except BaseException as error:
+            unforeseen = Broken("an unforeseen error", detail=f"{type(error).__name__}: {error}")
+            self.health.become(State.HALTED, unforeseen)
+            raise
         finally:
             self._source.close()
 
@@ -380,24 +385,37 @@ class Pipeline:
         """Bring a table that lies behind forward to the others, boundary by boundary."""
         lower = progress.upper
         bounds = deque(self._source.catch_up(table, lower, self._durable))
+        losses = 0
         while lower != self._durable:
             if not bounds:
                 ahead = self._retry(partial(self._source.available, lower))
                 bounds.extend(upper for upper in ahead if self._durable.covers(upper))
             upper = bounds.popleft() if bounds else self._durable
-            epoch = self._mint(lower, upper)
-            parts = self._retry(partial(self._source.splits, epoch))
-            splits = [s for s in parts if not s.tables or table in s.tables]
-            last = upper == self._durable
-            own = table.__eq__
-            write = partial(self._write, epoch, splits, takes_part=own, looked_up=own)
-            written = replace(write(), replaying=not last)
-            if written.reports or written.emptied:
-                self._commit(epoch, written, write)
-            elif last:
-                self._sink.heartbeat(epoch, self._source.summary(epoch), table)
-            self._mark_settled(epoch)
-            lower = upper
+            try:
+                self._replay_epoch(table, self._mint(lower, upper))
+                lower, losses = upper, 0
+            except SplitsLost as lost:
+                # The source names other bounds now: an epoch that was too large becomes smaller.
+                losses += 1
+                if losses == REWRITES_MAX:
+                    raise
+                log.warning("reading again: %s", lost, extra={"pipeline": self.name})
+                bounds.clear()
+                self._source.give_up(lost)
+
+    def _replay_epoch(self, table: str, epoch: Epoch) -> None:
+        """Bring one epoch to a table that lies behind."""
+        parts = self._retry(partial(self._source.splits, epoch))
+        splits = [s for s in parts if not s.tables or table in s.tables]
+        last = epoch.upper == self._durable
+        own = table.__eq__
+        write = partial(self._write, epoch, splits, takes_part=own, looked_up=own)
+        written = replace(write(), replaying=not last)
+        if written.reports or written.emptied:
+            self._commit(epoch, written, write)
+        elif last:
+            self._sink.heartbeat(epoch, self._source.summary(epoch), table)
+        self._mark_settled(epoch)
 
     def _stream(self, once: bool) -> None:
         in_flight: deque[tuple[Epoch, Sequence[Part], Future[Written]]] = deque()

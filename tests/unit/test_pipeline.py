@@ -277,6 +277,18 @@ def test_every_epoch_is_written_committed_and_then_acknowledged():
     assert scene.source.closed == 1
 
 
+def test_an_error_that_nobody_foresaw_shows_in_the_health():
+    """E13: a pipeline that has ended is never shown as running."""
+    scene = Scene("ab", [2])
+    scene.workers.troubles = [KeyError("unforeseen")]
+    pipeline = scene.pipeline()
+    with pytest.raises(KeyError):
+        pipeline.run(once=True)
+    health = pipeline.health.to_json()
+    assert health["state"] == State.HALTED
+    assert "KeyError" in str(health["error"])
+
+
 def test_what_reading_has_taught_goes_back_to_the_source():
     """E4: a source may remember what its splits found."""
     scene = Scene("ab", [2])
@@ -722,6 +734,34 @@ def test_a_rolled_back_table_is_replayed_and_then_all_go_on():
     scene.run()
     assert scene.positions("a") == [0, 2, 4, 6]
     assert scene.positions("b") == [1, 3, 5, 7]
+
+
+def test_a_replay_whose_splits_are_lost_is_read_in_other_pieces():
+    """E8: as while streaming, the source names smaller epochs for what was too large."""
+    scene = Scene("aaaabb", [4, 6])
+    scene.run()
+    del scene.lake.tables[name("a")]
+    scene.workers.troubles = [SplitsLost("too large"), SplitsLost("too large")]
+
+    def cut(lost: SplitsLost) -> None:
+        scene.source.bounds = [1, *scene.source.bounds] if 1 not in scene.source.bounds else [2, 4]
+
+    # What a source does when it is told that an epoch was too large.
+    scene.source.give_up = cut
+    scene.run()
+    assert scene.positions("a") == [0, 1, 2, 3]
+    assert len(scene.epochs("a")) >= 2
+    assert scene.positions("b") == [4, 5]
+
+
+def test_a_replay_whose_splits_are_always_lost_ends():
+    """E13: bounded, and told."""
+    scene = Scene("aabb", [2, 4])
+    scene.run()
+    del scene.lake.tables[name("a")]
+    scene.workers.troubles = [SplitsLost("gone")] * 1000
+    with pytest.raises(SplitsLost):
+        scene.run()
 
 
 def test_a_rolled_back_table_without_changes_to_replay_is_settled():

@@ -75,10 +75,12 @@ def end_of_unknown(firsts: Mapping[int, int], now: int) -> int:
     """Until when a topic may have grown, by the times of its partitions' first records.
 
     A partition without records (-1) may have been made just now. Producers learn of partitions
-    late; a topic that was in use for a moment only has no such producers.
+    late; a topic that was in use for a moment only has no such producers. No partition was made
+    later than now, whatever time its first record gives.
     """
-    newest = max((at if at >= 0 else now for at in firsts.values()), default=now)
-    oldest = min((at for at in firsts.values() if at >= 0), default=newest)
+    known = [min(at, now) for at in firsts.values() if at >= 0]
+    newest = now if len(known) < len(firsts) else max(known, default=now)
+    oldest = min(known, default=newest)
     return newest + min(GRACE_MS, newest - oldest)
 
 

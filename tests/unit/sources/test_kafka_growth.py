@@ -292,8 +292,9 @@ def test_a_table_that_is_read_again_keeps_to_what_the_others_know(cluster, clock
         ({0: 100, 1: 10**10}, 10**10 + GRACE_MS),
         ({0: 100, 1: -1}, 2 * NOW - 100 if NOW < GRACE_MS else NOW + GRACE_MS),
         ({0: -1, 1: -1}, NOW),
+        ({0: 100, 1: 1000 * NOW}, NOW + GRACE_MS),
     ],
-    ids=["at once", "soon", "later", "no record", "no records"],
+    ids=["at once", "soon", "later", "no record", "no records", "in microseconds"],
 )
 def test_a_topic_may_have_grown_until_each_partition_has_a_record(firsts, until):
     """K10: and producers learn of it late."""
