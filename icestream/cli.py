@@ -5,6 +5,7 @@ configuration is wrong, 3 an operator must decide, 4 fenced by a newer run, 5 an
 """
 
 import argparse
+import contextlib
 import json
 import logging
 import signal
@@ -275,15 +276,17 @@ def _rollback(options: argparse.Namespace) -> int:
     chosen = _only_one(config, options.pipeline)
     spark = open_session(config, chosen)
     try:
-        sink, source = open_sink(chosen[0], spark), open_source(chosen[0], spark)
+        sink = open_sink(chosen[0], spark)
         if not isinstance(sink, IcebergSink):
             raise ConfigInvalid(
                 f"pipeline {chosen[0].name} does not write to Iceberg tables",
                 hint="To follow a rolled-back table, remove the pipeline's progress document and "
                 "its index; the table is then loaded anew.",
             )
-        progress = sink.settle_rollback(options.table, options.replay)
-        row = {"table": options.table, "goes_on_after": source.position(progress.upper)}
+        with contextlib.closing(open_source(chosen[0], spark)) as source:
+            progress = sink.settle_rollback(options.table, options.replay, source.verify)
+            position = source.position(progress.upper) or "the beginning"
+        row = {"table": options.table, "goes_on_after": position}
     finally:
         spark.stop()
     _print([row], options.json, lambda row: f"{row['table']}: goes on after {row['goes_on_after']}")

@@ -21,8 +21,9 @@ NAME_BYTES_MAX = 255
 # Options under this name hold for every table that has none of its own.
 ANY_TABLE = "*"
 _QUOTED_END = re.compile(r'(?:^|\.)"((?:[^"]|"")*)"\Z')
-# Folders end at a slash; readers of S3 locations cut them at the other two.
-_CUTTING = frozenset("/\\?#")
+# Folders end at a slash; readers of S3 locations cut them at the next two, and requests to a
+# catalog are taken apart at the last.
+_CUTTING = frozenset("/\\?#%")
 # Control characters, line and paragraph separators, halves of characters.
 _UNWRITABLE = frozenset({"Cc", "Zl", "Zp", "Cs"})
 
@@ -45,7 +46,7 @@ def unusable(name: str, bytes_max: int = NAME_BYTES_MAX) -> str | None:
     if any(unicodedata.category(character) in _UNWRITABLE for character in name):
         return "the name of its table has a control character or a line break"
     if not _CUTTING.isdisjoint(name):
-        return "the name of its table has one of the characters / \\ ? #"
+        return "the name of its table has one of the characters / \\ ? # %"
     if len(name.encode()) > bytes_max:
         return f"the name of its table is longer than {bytes_max} bytes"
     if name.endswith(dead_letters.SUFFIX):

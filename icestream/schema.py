@@ -52,6 +52,18 @@ NAME_MAPPING = "schema.name-mapping.default"
 # The digits that any whole number of the type has at most.
 _WHOLE_DIGITS: dict[type, int] = {IntegerType: 10, LongType: 19}
 _DECIMAL_DIGITS_MAX = 38
+# Iceberg's readers add columns of these names to every table, and refuse tables that have them.
+_RESERVED_NAMES = frozenset(
+    {
+        "_file",
+        "_pos",
+        "_deleted",
+        "_spec_id",
+        "_partition",
+        "_row_id",
+        "_last_updated_sequence_number",
+    }
+)
 # Days before 1970-01-01 of the first day of the year 0.
 _FIRST_OF_YEAR_0 = -719_528
 # Types of a table's column that hold every value of another type, beside the type itself.
@@ -184,15 +196,29 @@ def field_count(column: Column) -> int:
 def distinct_columns(columns: Iterable[Column], fields_max: int | None = None) -> list[Column]:
     """The columns whose names readers can tell apart; of two that they cannot, the first.
 
-    No more than have `fields_max` fields together.
+    None whose name is reserved. No more than have `fields_max` fields together.
     """
     names, found = Names(), []
     for column in columns:
         room = fields_max is None or len(names) + field_count(column) <= fields_max
-        if room and names.clash(column) is None:
+        if room and names.clash(column) is None and reserved(column) is None:
             names.add(column)
             found.append(column)
     return found
+
+
+def reserved(column: Column) -> str | None:
+    """Why no table may have a column of this name; None when it may."""
+    if column.name.lower() not in _RESERVED_NAMES:
+        return None
+    return f"no column may be called {column.name}: readers of Iceberg give that name themselves"
+
+
+def _refuse_reserved(table: str, column: Column) -> None:
+    if why := reserved(column):
+        raise SchemaRejected(
+            f"{why} (table {table})", hint="Rename the column at the source, or leave it out."
+        )
 
 
 def clashing(table: str, names: tuple[str, str]) -> SchemaRejected:
@@ -208,10 +234,20 @@ def clashing(table: str, names: tuple[str, str]) -> SchemaRejected:
 def new_schema(shape: TableShape, table: str = "") -> Schema:
     """The Iceberg schema for a table that is created from its source.
 
-    Raises `SchemaRejected` for names that readers do not tell apart.
+    Raises `SchemaRejected` for names that readers do not tell apart or give themselves, and for a
+    key that Iceberg does not allow.
     """
     names = Names()
     for column in shape.columns:
+        _refuse_reserved(table, column)
+        if column.name in shape.key and isinstance(column.type, FloatType | DoubleType):
+            raise SchemaRejected(
+                f"rows of table {table} cannot be identified by column {column.name}",
+                detail=f"Its type is {column.type}, and Iceberg deletes no row by such a value.",
+                hint="Let other columns identify the rows: give the table another key (in "
+                "PostgreSQL a unique index and `REPLICA IDENTITY USING INDEX` will do), or name "
+                "the columns with `keys` where the source has that option. Or leave it out.",
+            )
         if taken := names.clash(column):
             raise clashing(table, taken)
         names.add(column)
@@ -301,6 +337,8 @@ def _refuse_clashes(schema: Schema, steps: Sequence[Step], table: str) -> None:
     names = Names(schema.fields if added else ())
     for step in added:
         inside = "" if step.field_id is None else schema.find_column_name(step.field_id) or ""
+        if not inside:
+            _refuse_reserved(table, step.column)
         if taken := names.clash(step.column, inside):
             raise clashing(table, taken)
         names.add(step.column, inside)

@@ -32,6 +32,7 @@ from icestream.schema import (
     Column,
     TableShape,
     arrow_schema,
+    distinct_columns,
     evolution,
     gaps,
     grown,
@@ -377,6 +378,28 @@ def test_no_column_is_added_that_readers_take_for_another(have, want):
     """I10, I11, Mend a5: at any depth."""
     with pytest.raises(SchemaRejected, match="cannot be told apart"):
         evolution(table(have), [want], (), "shop.orders")
+
+
+@pytest.mark.parametrize("name", ["_file", "_POS", "_row_id", "_partition"])
+def test_no_column_has_a_name_that_readers_give_themselves(name):
+    """I10, Mend a5: Spark reads no table with such a column; inside a struct it is fine."""
+    column = Column(name=name, type=LongType())
+    with pytest.raises(SchemaRejected, match="no column may be called"):
+        new_schema(TableShape(columns=[column], key=[]), "shop.orders")
+    with pytest.raises(SchemaRejected, match="no column may be called"):
+        evolution(table(field(1, "v", LongType())), [column], (), "shop.orders")
+    assert distinct_columns([column, Column(name="v", type=LongType())])[0].name == "v"
+    inner = Column(name="s", type=struct(field(1, name, LongType())))
+    assert new_schema(TableShape(columns=[inner], key=[]))
+
+
+@pytest.mark.parametrize("kind", [FloatType(), DoubleType()])
+def test_a_key_of_inexact_numbers_is_refused_by_name(kind):
+    """I8: Iceberg deletes no row by such a value."""
+    columns = [Column(name="price", type=kind), Column(name="id", type=LongType())]
+    with pytest.raises(SchemaRejected, match="orders cannot be identified by column price"):
+        new_schema(TableShape(columns=columns, key=["price"]), "shop.orders")
+    assert new_schema(TableShape(columns=columns, key=["id"]))
 
 
 def test_a_table_that_has_such_names_already_is_left_as_it_is():

@@ -504,8 +504,13 @@ class IcebergSink:
         """Let go of the catalog's connections."""
         self._catalog.close()
 
-    def settle_rollback(self, table: str, replay: bool) -> Progress:
-        """Settle a rollback: replay from the older progress, or keep the newer one and go on."""
+    def settle_rollback(
+        self, table: str, replay: bool, verify: Callable[[Frontier], None] = lambda _: None
+    ) -> Progress:
+        """Settle a rollback: replay from the older progress, or keep the newer one and go on.
+
+        `verify` raises when the source can no longer serve what follows a frontier.
+        """
         handle = self.existing(table)
         if handle is None:
             raise ConfigInvalid(
@@ -526,6 +531,8 @@ class IcebergSink:
                 "the table back to a newer snapshot, or drop it and start anew.",
             )
         older = head.progress or Progress(pipeline=self._pipeline)
+        if replay:
+            _refuse_unserved(table, older.upper, verify)
         kept = replace(older, replaying=True) if replay else head.rolled_back_from
         newest = max(older.generation, head.rolled_back_from.generation)
         progress = replace(kept, generation=newest + 1)
@@ -956,6 +963,19 @@ def _unread(name: TableName) -> TargetUnavailable:
         detail="It is the pipeline's, and what it holds decides where the pipeline goes on.",
         hint="Start the pipeline again.",
     )
+
+
+def _refuse_unserved(table: str, after: Frontier, verify: Callable[[Frontier], None]) -> None:
+    """Raise `HistoryLost` when the source no longer has what a replay would need."""
+    try:
+        verify(after)
+    except HistoryLost as lost:
+        raise HistoryLost(
+            f"the undone epochs of table {table} cannot be applied again: {lost.message}",
+            detail=lost.detail,
+            hint="Run `icestream rollback --accept` to leave them undone, or drop this one table: "
+            "the pipeline then builds it anew from what the source has.",
+        ) from lost
 
 
 def _refuse_vague(column: NestedField, table: str) -> None:

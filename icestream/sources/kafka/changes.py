@@ -22,6 +22,7 @@ from icestream.schema import (
     TableShape,
     arrow_schema,
     evolution,
+    reserved,
     schema_from_json,
 )
 from icestream.sources.kafka.envelope import WHOLE_ROWS
@@ -237,6 +238,8 @@ class Admission:
         """Why a table cannot have these columns; None when it can."""
         names = self._names.copy()
         for column in columns:
+            if why := reserved(column):
+                return why
             if taken := names.clash(column):
                 return f"columns {taken[1]} and {taken[0]} cannot be told apart by their names"
             names.add(column)

@@ -332,13 +332,15 @@ def test_rows_whose_names_clash_are_rejected_and_add_no_column():
         (6, {"s": {"x": 1}}),
         (7, {"s": {"X": 1}}),
         (8, {"V": None}),
+        (9, {"_pos": 1, "v": 9}),
+        (10, {"_FILE": "f"}),
     ]
     batch = [({"id": key}, {"id": key, **row}) for key, row in pairs]
     destination = Growing()
     taken(destination, batch, value=value)
     assert destination.ids() == [1, 6, 8]
     assert destination.columns() == {"id", "v", "s"}
-    assert len(reasons(destination)) == 5
+    assert len(reasons(destination)) == 7
     taken(destination, batch[1:5], value=value)
     assert destination.ids() == [1, 6, 8]
 
