@@ -9,6 +9,9 @@ With each resolved timestamp R the frontier remembers, beside R, which numbers o
 still be needed after it: `folder: (wall, logical, since, writer, low, next, writer, low ...)`.
 Files `low` to `next - 1` were there when R was, and may hold rows later than R. All writers with a
 file named `since` or later are named, so that one which is not named is new and begins at 0.
+Behind them are those that have been idle for longer: a writer lives as long as its session, and
+goes on with `next` after days, when all before that was read and removed. The longest idle drop
+out.
 """
 
 import hashlib
@@ -22,6 +25,8 @@ from icestream.frontier import Frontier, Position
 
 FOLDER = "folder"
 _UNKNOWN = 2**62
+# A session has about one writer for each node; those of sessions that are over are here as well.
+IDLE_WRITERS_MAX = 128
 Needed = Mapping[int, tuple[int, int]]
 """By writer: the first number that is needed, and the one behind the last."""
 
@@ -74,10 +79,7 @@ class Numbers:
         if not known and lower.positions:
             return {writer: (min(have), max(have) + 1) for writer, have in self.found.items()}
         since = known[2] if known else 0
-        parts = known[3:]
-        remembered = {
-            parts[n]: (parts[n + 1], parts[n + 2]) for n in range(0, len(parts) - len(parts) % 3, 3)
-        }
+        remembered = _named(lower)
         needed = dict(remembered)
         for writer, have in self.found.items():
             low, end = remembered.get(writer, (0, 0))
@@ -96,16 +98,19 @@ def remembered(
 
     `since` is, for each, how old files are at most that may matter after it.
     """
-    known = lower[FOLDER][3:]
-    lows = dict(zip(known[::3], known[1::3], strict=False))
+    named = _named(lower)
     ordered = sorted(files, key=lambda file: -file.last)
     begun: dict[int, Position] = {}
     newest: dict[int, int] = {}
+    firsts: dict[int, int] = {}
     ends: dict[int, int] = {}
     for file in ordered:
         begun[file.writer] = min(begun.get(file.writer, file.at), file.at)
         newest[file.writer] = max(newest.get(file.writer, 0), file.at[0])
+        firsts[file.writer] = min(firsts.get(file.writer, file.number), file.number)
         ends[file.writer] = max(ends.get(file.writer, 0), file.number + 1)
+    # Files that are too old to be looked at hold nothing that is needed.
+    quiet = {writer: end for writer, (_, end) in named.items() if writer not in ends}
     needed: dict[int, int] = {}
     place, found = 0, []
     # From the last boundary to the first more and more files reach past it.
@@ -114,10 +119,26 @@ def remembered(
             file = ordered[place]
             needed[file.writer] = min(needed.get(file.writer, file.number), file.number)
             place += 1
-        position = [resolved[0], resolved[1] + 1, oldest]
-        for writer in sorted(ends):
-            low = max(needed.get(writer, ends[writer]), lows.get(writer, 0))
-            if begun[writer] <= resolved and (low < ends[writer] or newest[writer] >= oldest):
-                position += [writer, low, ends[writer]]
-        found.append(tuple(position))
+        active: list[int] = []
+        idle: dict[int, int] = {}
+        for writer in sorted(ends, key=lambda writer: (-newest[writer], writer)):
+            low_before, end_before = named.get(writer, (0, 0))
+            low, end = max(needed.get(writer, ends[writer]), low_before), ends[writer]
+            if begun[writer] > resolved:
+                # It is new and begins at 0, or goes on after numbers that are not needed any more.
+                low, end = firsts[writer], max(firsts[writer], end_before)
+                active += [writer, low, end] if low else []
+            elif low < end or newest[writer] >= oldest:
+                active += [writer, low, end]
+            else:
+                idle[writer] = end
+        kept = list((idle | quiet).items())[:IDLE_WRITERS_MAX]
+        resting = [part for writer, end in kept for part in (writer, end, end)]
+        found.append((resolved[0], resolved[1] + 1, oldest, *active, *resting))
     return found[::-1]
+
+
+def _named(lower: Frontier) -> dict[int, tuple[int, int]]:
+    """By writer that a frontier names, in its order: the numbers that it names."""
+    parts = lower[FOLDER][3:]
+    return dict(zip(parts[::3], zip(parts[1::3], parts[2::3], strict=True), strict=True))

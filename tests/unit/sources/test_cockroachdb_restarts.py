@@ -7,11 +7,14 @@ from typing import Any
 import pytest
 
 from icestream.errors import HistoryLost
+from icestream.frontier import START, Frontier
 from icestream.iceberg.files import DATA, FileClosed
 from icestream.pipeline import Cadence, Pipeline
 from icestream.samples import FeedFolder
 from icestream.sinks.iceberg import IcebergSink, IcebergSinkOptions
+from icestream.sources.cockroachdb import numbered
 from icestream.sources.cockroachdb.hlc import parse_file_time
+from icestream.sources.cockroachdb.numbered import FOLDER, Numbered, remembered
 from icestream.worker import Outcome
 from tests.property.memory import Lake, MemoryCatalog
 from tests.unit.sources.test_cockroachdb import at, feed, hlc, source, wrapped
@@ -123,6 +126,8 @@ def test_a_table_that_comes_back_after_its_files_went_is_history_lost(shop):
     with pytest.raises(HistoryLost, match="before they were read") as caught:
         shop.run(*BOTH)
     assert f"accept_lost_after: {hlc(9)}" in (caught.value.hint or "")
+    shop.run(*BOTH, accept_lost_after=hlc(9))
+    assert shop.snapshots("customers") == [[0], [3]]
 
 
 def test_a_table_that_merely_had_no_changes_needs_no_old_files(shop):
@@ -136,3 +141,50 @@ def test_a_table_that_merely_had_no_changes_needs_no_old_files(shop):
     shop.round(5, *BOTH)
     shop.run(*BOTH)
     assert shop.snapshots("customers") == [[0], [5]]
+
+
+def idle_hours(shop: Shop, hours: range) -> None:
+    """Runs over a feed that has nothing to tell but the time."""
+    for hour in hours:
+        shop.feed.resolved(at(3600 * hour))
+        shop.run()
+
+
+def test_a_writer_that_was_idle_for_days_goes_on_where_it_stopped(shop):
+    """C8, Mend f6: a lifecycle rule removed what it had written, which was read long ago."""
+    shop.round(0, "orders")
+    shop.round(1, "orders")
+    shop.run()
+    idle_hours(shop, range(1, 49))
+    shop.prune(24 * 3600)
+    shop.feed.data("orders", [wrapped(2, 3600 * 48 + 1, name="x")], at(3600 * 48 + 1))
+    idle_hours(shop, range(49, 51))
+    assert shop.snapshots("orders") == [[0], [1], [2]]
+
+
+def test_the_next_file_of_an_idle_writer_is_missed(shop):
+    """C8, Mend f6: what it goes on with is known, so that a file that was removed is noticed."""
+    shop.round(0, "orders")
+    shop.run()
+    idle_hours(shop, range(1, 4))
+    files = [
+        shop.feed.data("orders", [wrapped(n, 3600 * 3 + n, name="x")], at(3600 * 3 + n))
+        for n in (1, 2)
+    ]
+    files[0].unlink()
+    with pytest.raises(HistoryLost, match="before they were read") as caught:
+        idle_hours(shop, range(4, 5))
+    assert "File 00000001" in (caught.value.detail or "")
+
+
+def test_writers_that_are_long_gone_drop_out_of_the_frontier():
+    """C8, Mend f6: what is remembered does not grow; the longest idle are forgotten first."""
+    most = numbered.IDLE_WRITERS_MAX
+    lower = START
+    for writer in range(1, most + 4):
+        file = Numbered(writer=writer, number=writer, at=(10 * writer, 0), last=10 * writer + 1)
+        (folder,) = remembered([(10 * writer + 5, 0)], [file], lower, [10 * writer + 2])
+        lower = Frontier({FOLDER: folder})
+    writers = folder[3::3]
+    assert list(writers) == list(range(most + 3, 3, -1))
+    assert folder[4] == folder[5] == most + 4
