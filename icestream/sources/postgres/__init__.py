@@ -201,7 +201,7 @@ class PostgresSource(Source):
         self._in_binary = True
         self._target = 0
         self._marked_at = 0
-        self._first = 0
+        self._first: Position = (0,)
         self._initial_at = 0
         self._rows_copied = 0
         self._segments: list[Segment] = []
@@ -361,7 +361,7 @@ class PostgresSource(Source):
         """The part of the stream that an epoch covers; the first one begins where the slot does."""
         upper = epoch.upper[self._wal][0]
         lower = epoch.lower[self._wal]
-        return max(lower[0] if lower else 0, self._first), upper
+        return max(lower[0] if lower else 0, self._first[0]), upper
 
     def learn(self, learned: Any) -> None:
         """Show how far the copy is."""
@@ -446,10 +446,10 @@ class PostgresSource(Source):
             self._tables = {table.name: table for table in published}
         at = self._known_tables(lower)
         if not at[self._wal]:
-            self._first = self._begin()
+            self._first = (self._begin(),)
         elif self._any_gone and self._reader is None:
-            self._first = self._slot_position()
-        at = at.join(Frontier({self._wal: (self._first,)}))
+            self._first = self._slot_position(at[self._wal])
+        at = at.join(Frontier({self._wal: self._first}))
         self._read_stream(at[self._wal])
         return at
 
@@ -509,14 +509,29 @@ class PostgresSource(Source):
         stamp = at[_published_name(table)]
         return bool(stamp) and stamp[:1] == at[_copy_name(table)][:1]
 
-    def _slot_position(self) -> int:
+    def _slot_position(self, known: Position) -> Position:
         """Where the slot stands, when a table that the lake has lost may have known it alone.
 
         The slot moves only behind commits, and a table that an epoch concerns takes part in it. So
-        the tables that are left lack nothing, and the lost one is copied anew.
+        the tables that are left lack nothing, and the lost one is copied anew. The pipeline leaves
+        the slot at a transaction that is sent: a slot elsewhere was moved by someone else.
         """
-        slot = self._server.slot()
-        return slot.confirmed if slot is not None and slot.wal_status != "lost" else 0
+        slot = self._free_slot()
+        if slot is None or slot.wal_status == "lost" or slot.confirmed <= known[0]:
+            return (0,)
+        position = (slot.confirmed,)
+        if len(known) > 1 and self._witness_of(known) is None:
+            # Under other publications the server may not send that transaction.
+            return position
+        self._read_stream(position, adopts=True)
+        assert self._reader is not None
+        while (found := self._reader.first) is None:
+            failed = self._reader.failed
+            if failed is not None:
+                self._close_reader()
+                raise failed
+            self._pause()
+        return (*position, found.at, found.xid, found.time, self._publications_hash())
 
     def _refuse_other_server(self, lower: Frontier) -> None:
         others = [n for n in lower.positions if n.startswith("wal ") and n != self._wal]
@@ -638,7 +653,7 @@ class PostgresSource(Source):
         if self._stopping.wait(_POLL_SECONDS):
             raise SourceUnavailable("the run is being stopped")
 
-    def _read_stream(self, position: Position, until: int = 0) -> None:
+    def _read_stream(self, position: Position, until: int = 0, adopts: bool = False) -> None:
         """Have a reader that serves what follows a position, at least up to another one."""
         start, witness = position[0], self._witness_of(position)
         reader = self._reader
@@ -652,7 +667,7 @@ class PostgresSource(Source):
         if witness is None and len(position) > 1:
             log.warning("the publication is another one: PostgreSQL's history is not checked")
         silence = max(SILENCE_SECONDS, 2 * slot.sender_seconds if slot else 0)
-        begin = Start(lsn=start, witness=witness, silence_seconds=silence)
+        begin = Start(lsn=start, witness=witness, adopts=adopts, silence_seconds=silence)
         self._server.require_history(slot, start, begin.begin)
         self._note_slot(slot)
         if self._watch is None:

@@ -93,16 +93,24 @@ class Witness:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """Where reading goes on, and for how long the server may be silent before it is given up."""
+    """Where reading goes on, and for how long the server may be silent before it is given up.
+
+    With `adopts` the witness is not known, but must lie just where reading goes on.
+    """
 
     lsn: int
     witness: Witness | None = None
+    adopts: bool = False
     silence_seconds: float = SILENCE_SECONDS
 
     @property
     def begin(self) -> int:
         """From where on the server is asked to send."""
         return self.witness.at if self.witness else self.lsn
+
+    def expects(self, found: Witness) -> bool:
+        """Whether this transaction is the one that must come first."""
+        return found.at == self.lsn if self.adopts else found == self.witness
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,6 +183,7 @@ class WalReader:
     ):
         self.relations: list[Relation] = []
         self.sent_lsn = start.lsn
+        self.first: Witness | None = None
         self._connect = connect
         self._describe = describe
         self._folder = folder
@@ -190,7 +199,7 @@ class WalReader:
         self._content = np.empty(max(1, min(_BUFFER_BYTES, size)), dtype=np.uint8)
         self._state = np.zeros(len(State), dtype=np.int64)
         self._state[State.FLOOR] = start.lsn
-        self._state[State.AWAITED] = start.witness.at if start.witness else 0
+        self._state[State.AWAITED] = start.begin if start.witness or start.adopts else 0
         self._xids = np.zeros(_XIDS_KEPT, dtype=np.int64)
         self._truncates: list[tuple[int, int, int]] = []
         self._seq = 0
@@ -404,13 +413,22 @@ class WalReader:
         """A transaction that must be the witness: it is awaited, or lies before the start."""
         at, when, xid = struct.unpack_from(">qqI", message, 1)
         found = Witness(at=at, xid=xid, time=when)
-        if found != self._start.witness or not self._state[State.AWAITED]:
+        if not self._start.expects(found) or not self._state[State.AWAITED]:
             raise self._other_history(f"The server has {found}.")
+        self.first = found
         self._state[State.AWAITED] = 0
         self._state[State.COMMIT_LSN], self._state[State.XID] = at, xid
         self._state[State.INSIDE] = 1
 
     def _other_history(self, found: str) -> HistoryLost:
+        if self._start.adopts:
+            return HistoryLost(
+                "the replication slot is not where this pipeline left it",
+                detail=f"It stands at {lsn_text(self._start.lsn)}, behind the tables that are "
+                f"left. {found} Someone moved it on or made it anew, and these tables may lack "
+                "changes.",
+                hint=COPY_ANEW,
+            )
         known = f"The lake is at {lsn_text(self._start.lsn)}"
         if self._start.witness is not None:
             known += f", where the last change was {self._start.witness}"

@@ -206,6 +206,44 @@ def test_start_without_a_witness(wire: Wire, tmp_path: Path):
     read.close()
 
 
+def adopting(wire: Wire, folder: Path) -> WalReader:
+    """A reader that goes on from a slot at START and does not know the transaction there."""
+    return WalReader(
+        lambda: (wire, Inbox(wire.client)),  # type: ignore[arg-type, return-value]
+        lambda message: Relation(oid=1, table="t", columns=[], key=()),
+        folder,
+        Start(lsn=START, adopts=True),
+        SMALL,
+    )
+
+
+def test_slot_that_stands_at_a_transaction_is_adopted(wire: Wire, tmp_path: Path):
+    """E7, Mend of 018: the transaction is the witness from then on; its own rows come too."""
+    there = Witness(at=START, xid=9, time=6_000_000)
+    wire.transaction(there, relation(1), insert(1, b"v"))
+    wire.keep_alive(START + 10)
+    read = adopting(wire, tmp_path)
+    wait_until(lambda: bool(read.segments()), PATIENCE_SECONDS, "the transaction")
+    assert read.first == read.segments()[-1].witness == there
+    assert read.segments()[0].rows == 1
+    read.close()
+
+
+@pytest.mark.parametrize("at", [START - 8, START + 8])
+def test_slot_that_stands_elsewhere_is_refused(wire: Wire, tmp_path: Path, at: int):
+    """E7, Mend of 018: the first transaction that comes lies before or behind the slot's place."""
+    wire.transaction(Witness(at=at, xid=9, time=6_000_000))
+    error = refusal(adopting(wire, tmp_path))
+    assert isinstance(error, HistoryLost) and "not where this pipeline left it" in str(error)
+
+
+def test_log_that_passes_the_slot_without_a_transaction(wire: Wire, tmp_path: Path):
+    """E7, Mend of 018: a keep-alive behind the slot's place says that nothing is there."""
+    wire.keep_alive(START)
+    wire.keep_alive(START + 1)
+    assert isinstance(refusal(adopting(wire, tmp_path)), HistoryLost)
+
+
 def test_server_that_asks_is_told_what_has_come(wire: Wire, tmp_path: Path):
     """Mend e2, P13: a server that shuts down asks until all is received."""
     read = reader(wire, tmp_path, None)
