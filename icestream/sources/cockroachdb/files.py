@@ -81,7 +81,7 @@ from icestream.sources.cockroachdb.rows import (
     timestamps,
     top_of,
 )
-from icestream.sources.cockroachdb.taken import taken, takes
+from icestream.sources.cockroachdb.taken import only_deletes, taken, takes, without_rows
 from icestream.sources.json_cells import Cells, MalformedJson, lines
 from icestream.sources.json_columns import infer_type
 
@@ -377,6 +377,8 @@ class CockroachdbFiles(Changefeed):
         self._spans: dict[str, tuple[Position, Position]] = {}
         self._shapes: dict[str, TableShape] = {}
         self._samples: dict[str, Sequence[FeedFile]] = {}
+        # Tables that were read in this run up to what is asked for next, and only had deletes.
+        self._without_rows: set[str] = set()
         self._published: Position | None = None
         self._filesystem, self._folder = filesystem(options.files, options.storage)
 
@@ -400,7 +402,9 @@ class CockroachdbFiles(Changefeed):
         if table not in self._shapes:
             shape = self._infer_shape(table, self._samples.get(table, ()))
             if shape is None:
+                self._without_rows.add(table)
                 return None
+            self._without_rows.discard(table)
             self._shapes[table] = shape
         return self._shapes[table]
 
@@ -409,10 +413,18 @@ class CockroachdbFiles(Changefeed):
         return any(f.topic == table and f.at < before[RESOLVED] for f in self._files.values())
 
     def read_from(self, table: str, own: Frontier, durable: Frontier) -> Frontier | None:
-        """What the table remembers, also when `tables` did not name it for a while."""
-        if own != START and not own.covers(durable) and not takes(durable, table):
-            return own
-        return super().read_from(table, own, durable)
+        """What the table remembers, also when `tables` did not name it for a while.
+
+        A table that is not there is read from the beginning, or from where it is known to have had
+        nothing but deletes.
+        """
+        if own != START:
+            away = not own.covers(durable) and not takes(durable, table)
+            return own if away else None
+        known = without_rows(durable, table)
+        if known != START:
+            self._without_rows.add(table)
+        return known if self.has_history(table, durable) else None
 
     def available(self, lower: Frontier) -> Sequence[Frontier]:
         """One boundary for each resolved timestamp after `lower`, thinned by `resolved_every`."""
@@ -475,8 +487,13 @@ class CockroachdbFiles(Changefeed):
         self.available(durable)
 
     def learn(self, learned: Mapping[str, tuple[Position, Position]]) -> None:
-        """Remember the span of timestamps of files that were read, so that none is read in vain."""
+        """Remember the span of timestamps of files that were read, so that none is read in vain.
+
+        Only files of tables that are there are read.
+        """
         self._spans.update(learned)
+        read = {file.topic for path in learned if (file := self._files.get(path))}
+        self._without_rows -= read
 
     def lag_seconds(self, durable: Frontier) -> float | None:
         """Time from the durable resolved timestamp to the newest one in the folder."""
@@ -536,9 +553,9 @@ class CockroachdbFiles(Changefeed):
         ]
         folders = remembered(boundaries, files, lower, since)
         return [
-            reached.join(Frontier({FOLDER: folder})).join(
-                taken(reached[RESOLVED], self._options.tables, lower)
-            )
+            Frontier({**reached.positions, FOLDER: folder})
+            .join(taken(reached[RESOLVED], self._options.tables, lower))
+            .join(only_deletes(reached[RESOLVED], self._without_rows, lower))
             for reached, folder in zip(map(after, boundaries), folders, strict=True)
         ]
 

@@ -4,14 +4,20 @@ A resolved timestamp R is one for all tables of a folder. Whoever takes a table 
 puts it back later finds R moved on, and nothing else tells that the table was not read meanwhile:
 it looks like one that had no changes. So the frontier remembers, beside R, what `tables` said:
 `tables: (wall, logical, name, name ...)`, each name as a number. Without names all were taken.
+
+A table that had nothing but deletes is made nowhere, and looks like one that was dropped and must
+be read from the beginning. So the frontier also remembers up to when that was seen, for each such
+table: `only deletes: (wall, logical, name, wall, logical, name ...)`.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
-from icestream.frontier import MINIMUM, Frontier, Position
+from icestream.frontier import MINIMUM, START, Frontier, Position
+from icestream.sources.cockroachdb.hlc import RESOLVED
 
 TAKEN = "tables"
+ONLY_DELETES = "only deletes"
 
 
 def names_of(topic: str) -> tuple[str, str]:
@@ -30,6 +36,23 @@ def takes(frontier: Frontier, topic: str) -> bool:
     """Whether a table was read up to a frontier; of those of earlier versions it is believed."""
     numbers = frontier[TAKEN][2:]
     return not numbers or any(_number_of(name) in numbers for name in names_of(topic))
+
+
+def only_deletes(at: Position, tables: Collection[str], lower: Frontier) -> Frontier:
+    """What a frontier at a position has to say of tables that only had deletes up to `lower`."""
+    seen = lower[RESOLVED]
+    if not (tables and seen) and lower[ONLY_DELETES] == MINIMUM:
+        return Frontier()
+    numbers = sorted({_number_of(table) for table in tables}) if seen else []
+    return Frontier({ONLY_DELETES: (*at, *(part for each in numbers for part in (each, *seen)))})
+
+
+def without_rows(frontier: Frontier, topic: str) -> Frontier:
+    """How far a table is known to have had nothing but deletes; the start if that is not known."""
+    parts = frontier[ONLY_DELETES][2:]
+    seen = dict(zip(parts[::3], zip(parts[1::3], parts[2::3], strict=True), strict=True))
+    at = seen.get(_number_of(topic))
+    return Frontier({RESOLVED: at}) if at else START
 
 
 def _number_of(name: str) -> int:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from icestream.epoch import Epoch
 from icestream.errors import HistoryLost
 from icestream.frontier import START, Frontier
 from icestream.iceberg.files import DATA, FileClosed
@@ -13,11 +14,12 @@ from icestream.pipeline import Cadence, Pipeline
 from icestream.samples import FeedFolder
 from icestream.sinks.iceberg import IcebergSink, IcebergSinkOptions
 from icestream.sources.cockroachdb import numbered
-from icestream.sources.cockroachdb.hlc import parse_file_time
+from icestream.sources.cockroachdb.hlc import after, parse_file_time
 from icestream.sources.cockroachdb.numbered import FOLDER, Numbered, remembered
+from icestream.sources.cockroachdb.taken import without_rows
 from icestream.worker import Outcome
 from tests.property.memory import Lake, MemoryCatalog
-from tests.unit.sources.test_cockroachdb import at, feed, hlc, source, wrapped
+from tests.unit.sources.test_cockroachdb import at, feed, hlc, read, source, wrapped
 
 
 class Shop:
@@ -188,3 +190,80 @@ def test_writers_that_are_long_gone_drop_out_of_the_frontier():
     writers = folder[3::3]
     assert list(writers) == list(range(most + 3, 3, -1))
     assert folder[4] == folder[5] == most + 4
+
+
+def ghosts(shop: Shop, *rounds: int) -> None:
+    """Rounds of orders, and of a table that only ever loses rows."""
+    for number in rounds:
+        shop.feed.data("ghosts", [wrapped(number, 10 * number + 1)], at(10 * number + 1))
+        shop.round(number, "orders")
+        shop.run()
+
+
+def test_a_table_that_only_had_deletes_needs_no_old_files(shop):
+    """C8, Mend f8: it is made nowhere, and yet was read: a restart after pruning goes on."""
+    ghosts(shop, 0, 1, 2, 3, 4, 5)
+    shop.prune(40)
+    for number in (6, 7, 8):
+        shop.round(number, "orders")
+        shop.run()
+    shop.prune(70)
+    ghosts(shop, 9)
+    assert shop.snapshots("orders") == [[number] for number in range(10)]
+
+
+def test_a_table_that_only_had_deletes_is_made_with_its_first_row(shop):
+    """C8, Mend f8: and if it is dropped then, it is read from the beginning, or the error asks."""
+    ghosts(shop, 0, 1, 2)
+    for number in (3, 4, 5):
+        shop.round(number, "orders", "ghosts")
+        shop.run()
+    assert shop.snapshots("ghosts") == [[3], [4], [5]]
+    ghost = next(name for name in shop.lake.tables if name.name == "ghosts")
+    del shop.lake.tables[ghost]
+    shop.run()
+    assert shop.snapshots("ghosts") == [[3], [4], [5]]
+    del shop.lake.tables[ghost]
+    shop.prune(40)
+    shop.round(6, "orders")
+    with pytest.raises(HistoryLost, match="before they were read"):
+        shop.run()
+
+
+def test_a_row_after_deletes_alone_is_found_by_whoever_starts_next(shop):
+    """C8, Mend f8: what came since the deletes were seen is read again, into a table made anew."""
+    ghosts(shop, 0, 1, 2)
+    shop.round(3, "orders", "ghosts")
+    shop.run()
+    ghost = next(name for name in shop.lake.tables if name.name == "ghosts")
+    del shop.lake.tables[ghost]
+    shop.prune(20)
+    shop.run()
+    assert shop.snapshots("ghosts") == [[3]]
+
+
+@pytest.mark.parametrize("made_by", ["its rows", "hand"])
+def test_a_table_that_is_there_is_no_longer_said_to_have_had_only_deletes(tmp_path, made_by):
+    """C8, Mend f8: or rows would be missed when it is dropped later."""
+    writer, feed_source = feed(tmp_path), source(tmp_path)
+    lower = START
+
+    def look(number: int, *rows: str) -> Frontier:
+        nonlocal lower
+        writer.data("t", rows, at(10 * number))
+        writer.resolved(at(10 * number + 9))
+        (upper,) = feed_source.available(lower)
+        splits = feed_source.splits(Epoch(number=1, lower=lower, upper=upper))
+        if made_by == "hand" and number == 2:
+            for split in splits:
+                read(split)
+                feed_source.learn(split.learned())
+        else:
+            feed_source.shape("t")
+        lower = upper
+        return without_rows(upper, "t")
+
+    assert look(0, wrapped(1, 1)) == START
+    assert look(1, wrapped(1, 11)) == after(at(9))
+    assert look(2, wrapped(2, 21, name="x")) == after(at(19))
+    assert look(3, wrapped(1, 31)) == START
