@@ -1,17 +1,19 @@
 """The source never blocks its PostgreSQL: not when it starts, not when the server wants to end."""
 
 import logging
+import re
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pg8000.native
 import pytest
 
-from icestream.errors import SourceUnavailable
+from icestream.errors import ConfigInvalid, SourceUnavailable
 from icestream.frontier import START, Frontier
 from icestream.samples.postgres import STOP_SECONDS_MAX, EmbeddedPostgres, Programs
 from icestream.sources import Budget, postgres
@@ -256,6 +258,23 @@ def test_clients_of_a_synchronous_server_do_not_wait_for_the_lake(
         other = PostgresOptions(dsn=server.dsn, tables=["public.one"])
         PostgresSource(other, NAME, Budget(rows=1, bytes=1)).tables()
     assert "icestream does not count as one" in caplog.text
+
+
+def test_slot_under_the_name_of_an_earlier_version(server: EmbeddedPostgres):
+    """P10, Mend of names: it is not left behind in silence, and another pipeline's is not taken;
+    both ways that the hint names lead on."""
+    former, budget = "icestream_orders_eu", Budget(rows=10_000, bytes=1024**2)
+    ask(server, f"select pg_create_logical_replication_slot('{former}', 'pgoutput')")
+    plain = PostgresOptions(dsn=server.dsn, tables=["public.one"])
+    with pytest.raises(ConfigInvalid, match=f"slot {former} may be this pipeline's") as refused:
+        PostgresSource(plain, "orders-eu", budget).tables()
+    named = re.findall(r"`slot: (\w+)`", str(refused.value))
+    assert len(set(named)) == 2 and named[0] == former
+    PostgresSource(plain, "orders_eu", budget).tables()
+    for slot in named:
+        PostgresSource(replace(plain, slot=slot), "orders-eu", budget).tables()
+    ask(server, f"select pg_create_logical_replication_slot('{named[1]}', 'pgoutput')")
+    PostgresSource(plain, "orders-eu", budget).tables()
 
 
 def copied(source: PostgresSource) -> Frontier:

@@ -7,6 +7,7 @@ the configuration unless the configuration names one of its own, which is then l
 import contextlib
 import difflib
 import fnmatch
+import hashlib
 import logging
 import re
 import threading
@@ -50,6 +51,8 @@ _SLOT_LOOK_SECONDS = 5.0
 SLOT_SECONDS_MAX = 600.0
 # Below this share of the log that a slot may hold, someone should look.
 _SAFE_SHARE_MIN = 0.25
+# The longest name that another one is made from, by adding `_inserts`; PostgreSQL takes 63 bytes.
+_NAME_BYTES_MAX = 55
 _PART = re.compile(r'"((?:[^"]|"")*)"|([^".]+)')
 _PLAIN = re.compile(r"[^\".]+")
 
@@ -185,14 +188,46 @@ def name_parts(text: str) -> list[str]:
     ]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Names:
+    """What a pipeline's slot and publication are called.
+
+    A name that cannot be taken as it is gets a hash of the whole, so that two pipelines never share
+    one. Earlier versions only replaced letters and cut it.
+    """
+
+    slot: str
+    publication: str
+    former_slot: str
+    former_publication: str
+
+    @staticmethod
+    def of(pipeline: str) -> "_Names":
+        whole = f"icestream_{pipeline}"
+        plain = re.sub("[^a-z0-9_]", "_", whole.lower())
+        hashed = hashlib.sha256(pipeline.encode()).hexdigest()[:8]
+        fits = len(whole.encode()) <= _NAME_BYTES_MAX
+        short = f"{plain[: _NAME_BYTES_MAX - len(hashed) - 1]}_{hashed}"
+        return _Names(
+            slot=whole if fits and plain == whole else short,
+            publication=whole if fits else short,
+            former_slot=plain[:63],
+            former_publication=whole[:_NAME_BYTES_MAX],
+        )
+
+
 class Server:
     """The server behind a DSN, asked over one connection at a time."""
 
     def __init__(self, dsn: Dsn, pipeline: str, slot: str, publication: str):
         self.dsn = dsn
-        self.slot_name = slot or f"icestream_{re.sub('[^a-z0-9_]', '_', pipeline.lower())}"[:63]
         self._given = publication
-        self._own = f"icestream_{pipeline}"[:55]
+        self._names = _Names.of(pipeline)
+        self.slot_name = slot or self._names.slot
+        self._slot_given = bool(slot)
+        # Who names the slot of an earlier version says that its publications are the pipeline's.
+        former = slot == self._names.former_slot
+        self._own = self._names.former_publication if former else self._names.publication
         self.types: Mapping[int, PgType] = {}
 
     @property
@@ -236,6 +271,7 @@ class Server:
                     f"role {role} may not follow changes",
                     hint=f"Run `ALTER ROLE {quoted(str(role))} REPLICATION` as a superuser.",
                 )
+            self._refuse_former_slot(connection)
             awaited = connection.one("SHOW synchronous_standby_names")
             if awaited and not connection.one(_STANDBYS):
                 log.warning(
@@ -243,6 +279,21 @@ class Server:
                     "and none is there; icestream does not count as one",
                     awaited,
                 )
+
+    def _refuse_former_slot(self, connection: Connection) -> None:
+        """Leave no slot behind that this pipeline may have made under another name."""
+        former = self._names.former_slot
+        sql = "SELECT slot_name::text FROM pg_replication_slots WHERE slot_name IN (:name, :former)"
+        found = [row[0] for row in connection.rows(sql, name=self.slot_name, former=former)]
+        if self._slot_given or self.slot_name in found or former not in found:
+            return
+        raise ConfigInvalid(
+            f"slot {former} may be this pipeline's",
+            detail="Earlier versions called the pipeline's slot so, and pipelines with similar "
+            f"names shared it. Now it is called {self.slot_name}.",
+            hint=f"If the pipeline used it, write `slot: {former}` and all goes on. If it belongs "
+            f"to another pipeline, write `slot: {self.slot_name}`.",
+        )
 
     def tables(
         self,
