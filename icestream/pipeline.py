@@ -241,7 +241,8 @@ class Pipeline:
             self.health.become(State.HALTED, error)
             raise
         except BaseException as error:
-            unforeseen = Broken("an unforeseen error", detail=f"{type(error).__name__}: {error}")
+            # Its text may hold values of rows.
+            unforeseen = Broken("an unforeseen error", detail=f"{type(error).__name__}.")
             self.health.become(State.HALTED, unforeseen)
             raise
         finally:
