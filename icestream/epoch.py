@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import reduce
 
-from icestream.errors import ProgressLost, check
+from icestream.errors import HistoryLost, ProgressLost, check
 from icestream.frontier import START, Frontier
 
 # Any fixed namespace serves; this one was drawn once and must never change, or a restart would
@@ -40,8 +40,10 @@ class Progress:
     wrote, and where somebody removed it. Epoch 0 means that no epoch was committed yet.
     `replaying` marks a table whose own frontier counts and not the pipeline's: it was rolled back
     and its operator asked for a replay. `schema_id` is the schema that the table had for the epoch:
-    it decided which records became rows. `table_id` is the id of the table that the progress was
-    read from; it is not a part of what the table remembers.
+    it decided which records became rows. `before` has the epochs that the pipeline's tables were at
+    before this one, by their ids, so that a table that was set back to an older state is noticed.
+    `table_id` is the id of the table that the progress was read from; it is not a part of what the
+    table remembers.
     """
 
     pipeline: str
@@ -53,6 +55,7 @@ class Progress:
     replaying: bool = False
     members: frozenset[str] = frozenset()
     schema_id: int | None = None
+    before: Mapping[str, int] = field(default_factory=dict, compare=False)
     table_id: str = field(default="", compare=False)
 
     def same_epoch(self, other: "Progress") -> bool:
@@ -127,6 +130,7 @@ def resume_point(progress: Mapping[str, Progress]) -> Resume:
             detail=f"Tables: {', '.join(sorted(carriers))}.",
             hint="Two pipelines of one name write to different tables; rename one of them.",
         )
+    _refuse_older(progress, last)
     replaying = {name: mine for name, mine in progress.items() if mine.replaying}
     behind = {name: m for name, m in replaying.items() if not m.upper.covers(last.upper)}
     complete, lacking = _completeness(progress, carriers)
@@ -141,6 +145,24 @@ def resume_point(progress: Mapping[str, Progress]) -> Resume:
         lacking=lacking,
         replays=behind,
     )
+
+
+def _refuse_older(progress: Mapping[str, Progress], last: Progress) -> None:
+    """Raise `HistoryLost` for a table that had later epochs than it has now.
+
+    Somebody put older metadata in the place of the table's own. A rollback is noticed before, by
+    what the metadata itself keeps of it.
+    """
+    for name, mine in sorted(progress.items()):
+        had = last.before.get(mine.table_id, 0)
+        if mine.epoch < had and not mine.replaying:
+            raise HistoryLost(
+                f"table {name} was set back to an older state",
+                detail=f"It had taken epoch {had} of pipeline {last.pipeline}, and is at epoch "
+                f"{mine.epoch}: what came between is no longer in it.",
+                hint="Bring its newest state back, or drop the table and start again: it is then "
+                "built anew from the source.",
+            )
 
 
 def _completeness(

@@ -8,8 +8,8 @@ for it publishes no epoch.
     both frontiers as JSON fit        icestream.lower, icestream.frontier
     packed they fit                   icestream.bounds
     else                              icestream.bounds-property names properties of the table
-    the epoch's tables are few        icestream.epoch-members
-    else                              they lie in the same properties
+    the pipeline's tables are few     icestream.epoch-members, icestream.epochs-before
+    else                              both lie in the same properties
 
 Summaries are copied into every metadata file for as long as their snapshot lives, so that they stay
 small. What is larger lies in properties of the table that the same swap sets: neither expiry nor
@@ -39,6 +39,7 @@ BOUNDS = "icestream.bounds"
 BOUNDS_PROPERTY = "icestream.bounds-property"
 EPOCH_TABLES = "icestream.epoch-tables"
 EPOCH_MEMBERS = "icestream.epoch-members"
+EPOCHS_BEFORE = "icestream.epochs-before"
 EPOCH_SCHEMA = "icestream.epoch-schema"
 VALID_THROUGH = "icestream.valid-through"
 DATA_FILES = "icestream.data-files"
@@ -51,14 +52,14 @@ _HASH_SUFFIX = "-sha256"
 _FILE_KEYS = tuple(key + end for key in (LOWER, FRONTIER) for end in (_FILE_SUFFIX, _HASH_SUFFIX))
 KEYS = (
     *(PIPELINE, GENERATION, EPOCH, BATCH_ID, LOWER, FRONTIER, BOUNDS, BOUNDS_PROPERTY),
-    *(EPOCH_TABLES, EPOCH_MEMBERS, EPOCH_SCHEMA, REPLAYING, *_FILE_KEYS),
+    *(EPOCH_TABLES, EPOCH_MEMBERS, EPOCHS_BEFORE, EPOCH_SCHEMA, REPLAYING, *_FILE_KEYS),
 )
 
 # What both frontiers may take in a summary, as a metadata file shows them. With everything else
 # that a snapshot adds to the metadata it stays below 2 KiB.
 SUMMARY_BYTES_MAX = 1024
-# An epoch of more tables than this names them in properties.
-MEMBERS_MAX = 80
+# What the tables of a pipeline may take in a summary: some fifty of them.
+TABLES_BYTES_MAX = 720
 # Metastores take values of 4,000 characters.
 CHUNK_CHARACTERS = 3500
 # What all kept frontiers of a pipeline may take in a table's properties, but for the last two.
@@ -95,8 +96,9 @@ def to_entries(progress: Progress) -> Entries:
     """What a commit writes down of a progress."""
     bounds, large_bounds = _bounds_entries(progress)
     members = " ".join(sorted(progress.members))
-    many = len(progress.members) > MEMBERS_MAX
-    kept = _kept(progress, f"{large_bounds},{members}" if many else large_bounds)
+    before = " ".join(f"{name}:{number}" for name, number in sorted(progress.before.items()))
+    many = len(members) + len(before) > TABLES_BYTES_MAX
+    kept = _kept(progress, f"{large_bounds},{members},{before}" if many else large_bounds)
     entries = {
         PIPELINE: progress.pipeline,
         GENERATION: str(progress.generation),
@@ -107,6 +109,8 @@ def to_entries(progress: Progress) -> Entries:
     }
     if members and not many:
         entries[EPOCH_MEMBERS] = members
+    if before and not many:
+        entries[EPOCHS_BEFORE] = before
     if progress.schema_id is not None:
         entries[EPOCH_SCHEMA] = str(progress.schema_id)
     if progress.replaying:
@@ -122,7 +126,8 @@ def from_summary(
     Raises `FrontierLost` when the frontiers are no longer where the summary says. Tables of an
     epoch that are no longer there count as unknown: their number is in the summary.
     """
-    bounds, _, members = _chunks_together(summary, properties).partition(",")
+    bounds, _, tables = _chunks_together(summary, properties).partition(",")
+    members, _, before = tables.partition(",")
     lower, upper = _bounds(summary, bounds, read_file, table)
     schema_id = summary.get(EPOCH_SCHEMA)
     return Progress(
@@ -135,6 +140,11 @@ def from_summary(
         replaying=summary.get(REPLAYING) == "true",
         members=frozenset(summary.get(EPOCH_MEMBERS, members).split()),
         schema_id=None if schema_id is None else int(schema_id),
+        before={
+            name: int(number)
+            for each in summary.get(EPOCHS_BEFORE, before).split()
+            for name, number in [each.split(":")]
+        },
     )
 
 

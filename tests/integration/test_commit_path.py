@@ -15,6 +15,7 @@ from icestream.errors import HistoryLost
 from icestream.frontier import Frontier
 from icestream.schema import schema_from_json
 from icestream.spark import job_count
+from tests.integration.changelog import Changelog, by_key
 from tests.integration.hand_fed import HandFed, put, shape
 from tests.integration.pipelines import document, run_once
 from tests.lake import Lake
@@ -122,6 +123,33 @@ def test_an_epoch_remembers_the_schema_that_its_records_were_read_by(
     assert (now.equality_columns, then.equality_columns) == (["number"], ["id"])
     with pytest.raises(HistoryLost, match="no longer has schema 99"):
         handle.target("main", ["number"], 99)
+
+
+def test_a_table_that_is_registered_again_from_an_older_file_is_noticed(
+    spark: SparkSession, embedded: dict[str, str], local: Lake, tmp_path: Path
+) -> None:
+    """E8, E4: other tables remember which epoch it had; dropped, it is built anew."""
+    log = Changelog.at(tmp_path / "feed")
+    pipelines = document(tmp_path / "feed", embedded)
+    files = []
+    for number in range(3):
+        log.put("orders", {"id": number})
+        log.put("people", {"id": number})
+        log.resolve()
+        run_once(spark, pipelines)
+        entries = local.sql(
+            f"SELECT file FROM {local.table('shop.orders')}.metadata_log_entries ORDER BY timestamp"
+        )
+        files.append(entries[-1]["file"])
+    local.sql(f"DROP TABLE {local.table('shop.orders')}")
+    local.sql(f"CALL {local.name}.system.register_table('shop.orders', '{files[0]}')")
+    for _ in range(2):
+        with pytest.raises(HistoryLost, match="table orders was set back"):
+            run_once(spark, pipelines)
+    local.sql(f"DROP TABLE {local.table('shop.orders')}")
+    run_once(spark, pipelines)
+    for table in ("orders", "people"):
+        assert by_key(local.rows(f"shop.{table}"), ["id"]) == log.expected(table)
 
 
 def test_progress_survives_expiry_and_compaction_between_runs(

@@ -26,6 +26,7 @@ import argparse
 import itertools
 import json
 import random
+import re
 import sys
 import time
 from collections import Counter
@@ -71,7 +72,7 @@ from icestream.sources import (
     ValuesNeeded,
 )
 from icestream.worker import Outcome, Unready
-from tests.property.memory import Lake, MemoryCatalog, Snapshot, Wire, progress_in
+from tests.property.memory import Lake, MemoryCatalog, Metadata, Snapshot, Wire, progress_in
 from tests.property.stage import Crash, SeededExecutor, Stage, Threading, wait
 
 T = TypeVar("T")
@@ -580,6 +581,7 @@ class World:
     late: list[tuple[Process, Callable[[], object], str]] = field(default_factory=list)
     claims: list[Process] = field(default_factory=list)
     processes: list[Process] = field(default_factory=list)
+    older: list[Metadata] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     trace: list[str] = field(default_factory=list)
     clock: int = 0
@@ -602,6 +604,8 @@ class World:
                 # The way of the guide: between two runs.
                 if self.weather.drop and self.lake.tables and self.happens(0.3):
                     self._drop(self.rng.choice(sorted(self.lake.tables, key=str)))
+                if self.weather.drop and not self.weather.copies:
+                    self._set_back()
                 if self.problems or (self._drained() and self.calm and not settled):
                     break
                 self.calm = self.calm or self._drained()
@@ -773,6 +777,21 @@ class World:
         if anew:
             self.lake.create(name, _first_schema(gone.schema_json), gone.properties)
 
+    def _set_back(self) -> None:
+        """Somebody puts older metadata of a table in its place; what is there now is kept too."""
+        older = [
+            metadata
+            for metadata in self.older
+            if metadata.uuid in {each.uuid for each in self.lake.tables.values()}
+        ]
+        self.older += self.lake.tables.values()
+        if not older or not self.happens(0.2):
+            return
+        chosen = self.rng.choice(older)
+        name = next(n for n, each in self.lake.tables.items() if each.uuid == chosen.uuid)
+        self.note(None, f"somebody sets {name} back to older metadata")
+        self.lake.tables[name] = chosen
+
     def _late_land(self, everything: bool) -> None:
         while self.late:
             process, request, what = self.late.pop(self.rng.randrange(len(self.late)))
@@ -812,6 +831,8 @@ class World:
                 continue
             if isinstance(error, ProgressLost) and self.weather.drop:
                 continue
+            if isinstance(error, HistoryLost) and _set_back_table(error):
+                continue
             if isinstance(error, HistoryLost) and self.stream.forks:
                 continue
             if isinstance(error, RolledBack) and self.weather.roll_back:
@@ -825,6 +846,11 @@ class World:
     def _operator(self) -> bool:
         """Someone who asks for a replay of what was rolled back; True when there was something."""
         settled = False
+        error = self.processes[-1].error
+        if isinstance(error, HistoryLost) and (table := _set_back_table(error)):
+            self.note(None, f"the operator drops {table}, which was set back")
+            self.lake.drop(TableName(namespace=(NAMESPACE,), name=table))
+            settled = True
         sink = IcebergSink(
             MemoryCatalog(self.lake),  # type: ignore[arg-type]
             IcebergSinkOptions(namespace=NAMESPACE),
@@ -996,7 +1022,7 @@ def in_process(rng: random.Random, stage: Stage, weather: Weather) -> Iterator[N
     modules = (icestream.pipeline, icestream.sinks.iceberg, commit)
     changed += [(m, "threading", threads) for m in modules if hasattr(m, "threading")]
     if weather.large_frontiers:
-        changed += [(summaries, "SUMMARY_BYTES_MAX", 1), (summaries, "MEMBERS_MAX", 1)]
+        changed += [(summaries, "SUMMARY_BYTES_MAX", 1), (summaries, "TABLES_BYTES_MAX", 1)]
         if not weather.roll_back:
             # Only what is needed is kept.
             changed.append((summaries, "KEPT_BYTES_MAX", 1))
@@ -1013,6 +1039,12 @@ def in_process(rng: random.Random, stage: Stage, weather: Weather) -> Iterator[N
 def simulate(seed: int) -> str:
     """The verdict on one seed: `exact`, or what went wrong."""
     return World(seed).run()
+
+
+def _set_back_table(error: HistoryLost) -> str:
+    """The table that an error says was set back; empty for other errors."""
+    found = re.fullmatch(r"table (\S+) was set back to an older state", error.message)
+    return found[1] if found else ""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -764,6 +764,38 @@ def test_a_replay_whose_splits_are_always_lost_ends():
         scene.run()
 
 
+@pytest.mark.parametrize("quiet", [False, True])
+def test_a_table_that_was_set_back_to_older_metadata_is_noticed(quiet):
+    """E8, E4: other tables know which epoch it had; dropped, it is built anew."""
+    scene = Scene("ababab" + "bb", [2])
+    scene.run()
+    older = scene.lake.tables[name("a")]
+    scene.source.bounds += [4, 6, *([] if quiet else [7])]
+    scene.run()
+    scene.lake.tables[name("a")] = older
+    scene.source.bounds.append(8)
+    for _ in range(2):
+        with pytest.raises(HistoryLost, match="table a was set back"):
+            scene.run()
+    assert scene.positions("b") == [1, 3, 5, *([] if quiet else [6])]
+    del scene.lake.tables[name("a")]
+    scene.run()
+    assert scene.positions("a") == [0, 2, 4]
+    assert scene.positions("b") == [1, 3, 5, 6, 7]
+
+
+def test_a_table_that_was_set_back_by_the_last_epoch_alone_gets_it_again():
+    """I14: it lacks what an epoch that was cut short would have left out."""
+    scene = Scene("abab", [2])
+    scene.run()
+    older = scene.lake.tables[name("a")]
+    scene.source.bounds.append(4)
+    scene.run()
+    scene.lake.tables[name("a")] = older
+    scene.run()
+    assert (scene.positions("a"), scene.positions("b")) == ([0, 2], [1, 3])
+
+
 def test_a_rolled_back_table_without_changes_to_replay_is_settled():
     """E8: the end of the replay is published even when there is nothing to apply."""
     scene = Scene("abaa", [2, 4])

@@ -845,8 +845,16 @@ class IcebergSink:
     def _progress_of(self, epoch: Epoch, tables: Collection[str]) -> Progress:
         """The progress that an epoch of these tables makes durable."""
         ids = frozenset(self._states[table].progress.table_id for table in tables)
+        known = [state.progress for state in list(self._states.values())]
+        before = {
+            # A table that has taken the epoch already knows where it was before.
+            each.table_id: each.before.get(each.table_id, 0)
+            if each.epoch == epoch.number
+            else each.epoch
+            for each in known
+        }
         new = summaries.progress_of(epoch, self._pipeline, self._generation, len(tables))
-        return replace(new, members=ids)
+        return replace(new, members=ids, before={name: n for name, n in before.items() if n})
 
     def _carriers(self, epoch: Epoch) -> list[str]:
         """The tables that have taken the epoch already: in this run, or before a restart."""
