@@ -21,9 +21,8 @@ NAME_BYTES_MAX = 255
 # Options under this name hold for every table that has none of its own.
 ANY_TABLE = "*"
 _QUOTED_END = re.compile(r'(?:^|\.)"((?:[^"]|"")*)"\Z')
-# Folders end at a slash; readers of S3 locations cut them at the next two, and requests to a
-# catalog are taken apart at the last.
-_CUTTING = frozenset("/\\?#%")
+# Folders end at a slash; readers of S3 locations cut them at the other two.
+_CUTTING = frozenset("/\\?#")
 # Control characters, line and paragraph separators, halves of characters.
 _UNWRITABLE = frozenset({"Cc", "Zl", "Zp", "Cs"})
 
@@ -46,7 +45,7 @@ def unusable(name: str, bytes_max: int = NAME_BYTES_MAX) -> str | None:
     if any(unicodedata.category(character) in _UNWRITABLE for character in name):
         return "the name of its table has a control character or a line break"
     if not _CUTTING.isdisjoint(name):
-        return "the name of its table has one of the characters / \\ ? # %"
+        return "the name of its table has one of the characters / \\ ? #"
     if len(name.encode()) > bytes_max:
         return f"the name of its table is longer than {bytes_max} bytes"
     if name.endswith(dead_letters.SUFFIX):
@@ -72,8 +71,14 @@ class TableNames:
         return not table.endswith(dead_letters.SUFFIX) and bool(self._chosen(table))
 
     def unusable(self, table: str) -> str | None:
-        """Why a table that records name cannot be; its dead letters need a name as well."""
+        """Why a table that records name cannot be; its dead letters need a name as well.
+
+        Some catalogs take no percent sign. A source's own table may have one, and its name is tried;
+        a record's value shall not stop all others.
+        """
         room = len(dead_letters.SUFFIX.encode())
+        if "%" in self.of(table):
+            return "the name of its table has a percent sign"
         if table.endswith(dead_letters.SUFFIX):
             return unusable(table)
         return unusable(self.of(table), NAME_BYTES_MAX - room)
