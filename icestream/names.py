@@ -73,8 +73,8 @@ class TableNames:
     def unusable(self, table: str) -> str | None:
         """Why a table that records name cannot be; its dead letters need a name as well.
 
-        Some catalogs take no percent sign. A source's own table may have one, and its name is tried;
-        a record's value shall not stop all others.
+        Some catalogs take no percent sign. The name of a source's own table is tried with it; a
+        record's value shall not stop all others.
         """
         room = len(dead_letters.SUFFIX.encode())
         if "%" in self.of(table):
