@@ -451,7 +451,8 @@ class CockroachdbFiles(Changefeed):
         boundaries = self.thinned(
             start, waiting, [(0, size) for size in self._bytes_before(waiting)]
         )
-        self._index_unknown(start, several=len(boundaries) > 1)
+        if boundaries:
+            self._index_unknown(start, several=len(boundaries) > 1)
         return self._frontiers(boundaries, lower)
 
     def milestone(self, epoch: Epoch) -> bool:
@@ -467,15 +468,20 @@ class CockroachdbFiles(Changefeed):
         """The files that hold rows of the epoch, or may, in splits of one table each."""
         lower, upper = epoch.lower[RESOLVED], epoch.upper[RESOLVED]
         wanted: dict[str, list[FeedFile]] = {}
+        begun: dict[str, list[FeedFile]] = {}
         for file in sorted(self._files.values(), key=lambda file: file.path):
             first, last = self._spans.get(file.path, ((), (2**62, 0)))
-            if self._wanted(file.topic) and first < upper and last > lower:
-                wanted.setdefault(file.topic, []).append(file)
-        for table, found in wanted.items():
+            if self._wanted(file.topic) and first < upper:
+                begun.setdefault(file.topic, []).append(file)
+                if last > lower:
+                    wanted.setdefault(file.topic, []).append(file)
+        for table in wanted:
             # Later epochs are planned before this one is written: its rows must stay in the sample,
-            # or a table whose next epoch only deletes would seem to be nothing yet.
+            # or a table whose next epoch only deletes would seem to be nothing yet. Files that were
+            # read before tell the key, where the rows of one epoch may not.
             if table not in self._shapes:
-                self._samples[table] = list(dict.fromkeys([*self._samples.get(table, ()), *found]))
+                known = self._samples.get(table, ())
+                self._samples[table] = list(dict.fromkeys([*known, *begun[table]]))
         return [
             self._split(table, files, lower, upper)
             for table, whole in wanted.items()
