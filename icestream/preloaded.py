@@ -8,6 +8,7 @@ together take half a second; what is done here, before the fork, does away with 
 
 import gc
 import sys
+from pathlib import Path
 from typing import Any, cast
 from zipimport import zipimporter
 
@@ -17,8 +18,14 @@ from icestream import config  # noqa: F401
 
 
 def _forget_archives() -> None:
-    """Look for modules in no archive; jars have none, and Spark's own are imported by now."""
-    sys.path[:] = [place for place in sys.path if not place.endswith(".jar")]
+    """Look for modules neither in jars, which have none, nor in the archives of Spark's packages.
+
+    Spark's packages are imported by now; their other modules are found through the packages. An
+    archive that stayed on the path would be read again for each module that a task imports.
+    """
+    spark = {str(Path(sys.modules[name].__path__[0]).parent) for name in ("py4j", "pyspark")}
+    places = (place for place in sys.path if not place.endswith(".jar"))
+    sys.path[:] = [place for place in places if place not in spark or Path(place).is_dir()]
     archives = [p for p, f in sys.path_importer_cache.items() if isinstance(f, zipimporter)]
     for place in archives:
         del sys.path_importer_cache[place]
