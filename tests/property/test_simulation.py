@@ -207,16 +207,14 @@ def test_a_schema_that_changes_between_two_commits_of_an_epoch_doubles_and_loses
 ):
     """I17, Mend c3: a record is a row or a letter, and the first table that has it decides."""
     assert {seed: verdict for seed in range(10) if (verdict := choosy(seed)) != EXACT} == {}
-    # There is no switch for it: the sink forgets what it must not.
-    monkeypatch.setattr(IcebergSink, method, careless)
+    monkeypatch.setattr(IcebergSink, method, careless)  # no option takes a guarantee out
     damage = (*DAMAGE, "acknowledged too early")
     assert any(choosy(seed).startswith(damage) for seed in range(40))
 
 
 def test_letters_that_come_before_their_tables_are_doubled(monkeypatch):
     """I17, Mend c3: only a table's rows first, and its letters then, can be finished."""
-    # All tables of an epoch in one go, as it was before.
-    monkeypatch.setattr(IcebergSink, "_publish_in_turn", _in_any_order)
+    monkeypatch.setattr(IcebergSink, "_publish_in_turn", _in_any_order)  # no option does this
     assert any(choosy(seed) != EXACT for seed in range(40))
 
 
@@ -237,8 +235,7 @@ def choosy(seed: int) -> str:
 def test_a_table_that_is_dropped_while_a_run_starts_is_not_passed_over(monkeypatch):
     """E4, Mend c2: the source is told what the claim finds, or the run ends."""
     assert {seed: verdict for seed in range(12) if (verdict := dropping(seed)) != EXACT} == {}
-    # There is no switch for it: the loop goes on with what it found before the claim.
-    monkeypatch.setattr(Pipeline, "_refuse_change", lambda *_: None)
+    monkeypatch.setattr(Pipeline, "_refuse_change", lambda *_: None)  # no option leaves it out
     assert any("lost" in dropping(seed) for seed in range(40))
 
 
@@ -257,8 +254,7 @@ def test_a_table_that_was_set_back_to_older_metadata_is_not_passed_over(monkeypa
     """E8, E4: its operator drops it, and it is built anew; else it would lack epochs in silence."""
     seeds = (5062, 5252, 5366, 5497)
     assert [World(seed).run() for seed in seeds] == [EXACT] * len(seeds)
-    # There is no switch for it: what the other tables remember is not looked at.
-    monkeypatch.setattr("icestream.epoch._refuse_older", lambda *_: None)
+    monkeypatch.setattr("icestream.epoch._refuse_older", lambda *_: None)  # no option leaves it out
     assert any("lost" in World(seed).run() for seed in seeds)
 
 

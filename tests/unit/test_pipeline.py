@@ -52,6 +52,7 @@ def no_pauses(monkeypatch):
     """Retries wait for trouble to pass, which here it does at once."""
     # How long a pause is changes nothing but the time that the test takes.
     monkeypatch.setattr(icestream.pipeline, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(icestream.pipeline, "BACKLOG_LOOK_SECONDS", 0.0)  # a pause as well
     monkeypatch.setattr("icestream.sinks.iceberg.commit.BACKOFF_SECONDS", 0.0)
 
 
@@ -362,12 +363,8 @@ class SteadySource(LogSource):
         ([True, True, True, False], 4),
     ],
 )
-def test_an_epoch_begins_when_its_time_has_come_or_a_backlog_is_there(
-    monkeypatch, backlogs, epochs
-):
+def test_an_epoch_begins_when_its_time_has_come_or_a_backlog_is_there(backlogs, epochs):
     """E9, Mend c10: there is always something new, and the interval of an hour is never over."""
-    # How often a backlog is asked for changes nothing but the time that the test takes.
-    monkeypatch.setattr(icestream.pipeline, "BACKLOG_LOOK_SECONDS", 0.0)
     scene = Scene("a", [1])
     scene.source = steady = SteadySource(backlogs, scene.notes)
     steady.pipeline = scene.pipeline(commit_interval=3600.0)
@@ -375,10 +372,8 @@ def test_an_epoch_begins_when_its_time_has_come_or_a_backlog_is_there(
     assert scene.positions("a") == list(range(epochs))
 
 
-def test_epochs_that_were_given_up_are_asked_for_at_once(monkeypatch):
+def test_epochs_that_were_given_up_are_asked_for_at_once():
     """E9, Mend c10: their changes have waited for their time already."""
-    # As above.
-    monkeypatch.setattr(icestream.pipeline, "BACKLOG_LOOK_SECONDS", 0.0)
     scene = Scene("a", [1])
     scene.source = steady = SteadySource([False], scene.notes)
     scene.workers.troubles = [SplitsLost("gone")]
