@@ -47,6 +47,13 @@ LAG_EPOCHS = Gauge(
 SLOT_LAG_BYTES = Gauge(
     "icestream_slot_lag_bytes", "Log that a PostgreSQL server keeps for a slot.", ["slot"]
 )
+FRESHNESS_SECONDS = Histogram(
+    "icestream_freshness_seconds",
+    "Time from the commit of an epoch's oldest change at the source until the epoch is durable.",
+    ["pipeline"],
+    # Fine where commit intervals of some seconds lie.
+    buckets=(0.5, 1, 1.5, 2, 3, 4, 5, 6, 8, 10, 11, 12, 15, 20, 30, 60, 120, 300, 900, 3600),
+)
 EPOCH_AGE_SECONDS = Gauge(
     "icestream_epoch_age_seconds", "Time since the last durable epoch.", ["pipeline"]
 )

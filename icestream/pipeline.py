@@ -209,6 +209,7 @@ class Pipeline:
         self._named: Sequence[str] = ()
         self._unclaimed: Sequence[str] = ()
         self._rebuilt: frozenset[str] = frozenset()
+        self._freshness = metrics.FRESHNESS_SECONDS.labels(name)
         age = metrics.EPOCH_AGE_SECONDS.labels(name)
         age.set_function(lambda: time.monotonic() - self._durable_at)
 
@@ -348,6 +349,7 @@ class Pipeline:
         self._refuse_loss(resume, epoch, found, {*behind, *self._rebuilt})
         # Without files, too: the tables of an epoch must agree about which ones they are.
         self._commit(epoch, written, write)
+        self._observe_freshness(epoch)
         self._durable = epoch.upper
 
     def _refuse_loss(
@@ -521,6 +523,7 @@ class Pipeline:
         """Make an epoch that was written durable, and tell the source."""
         if written.reports or written.emptied:
             self._commit(epoch, written, partial(self._write, epoch, splits))
+            self._observe_freshness(epoch)
         elif not self._heartbeat(epoch, splits):
             self._mark_settled(epoch)
             return
@@ -707,6 +710,12 @@ class Pipeline:
                 log.warning("trying again: %s", error, extra={"pipeline": self.name})
                 self._stop.wait(min(RETRY_SECONDS_MAX, RETRY_SECONDS * 2**attempt))
         raise AssertionError("unreachable")
+
+    def _observe_freshness(self, epoch: Epoch) -> None:
+        committed_at = self._source.committed_at(epoch)
+        if committed_at is not None:
+            # The clocks of two machines may differ.
+            self._freshness.observe(max(0.0, time.time() - committed_at))
 
     def _observe(self) -> None:
         self._become_running()

@@ -384,6 +384,14 @@ class Source(Protocol):
         """How far behind the newest known change the durable frontier is."""
         return None
 
+    def committed_at(self, epoch: Epoch) -> float | None:
+        """When the oldest change of an epoch was committed at the source, in seconds since 1970.
+
+        Asked before the epoch is acknowledged. None for rows that a copy brings, whose age is no
+        delay, and when the source does not tell.
+        """
+        return None
+
     def ack(self, durable: Frontier) -> None:
         """Everything before `durable` is committed and may be forgotten."""
         return None

@@ -1,6 +1,7 @@
 """The loop orders mint, write, commit and ack, and goes on exactly where the tables are."""
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 from pyiceberg.types import LongType
 
 import icestream.pipeline
-from icestream import dead_letters
+from icestream import dead_letters, metrics
 from icestream.epoch import Epoch, Progress
 from icestream.errors import (
     ConfigInvalid,
@@ -333,6 +334,24 @@ def test_a_heartbeat_publishes_a_frontier_without_changes():
     assert scene.epochs("a") == [(1, [0]), (2, [])]
     assert scene.history("a")[-1].summary["icestream.frontier"] == '{"log":[4]}'
     assert scene.notes[-1] == "ack 4"
+
+
+class DatedSource(LogSource):
+    """One that knows when each of its epochs was committed, but for the first, a copy."""
+
+    def committed_at(self, epoch: Epoch) -> float | None:
+        return time.time() - 100.0 * epoch.number if epoch.number > 1 else None
+
+
+def test_the_freshness_of_each_epoch_with_changes_is_counted():
+    """E15: once it is durable; neither a copy nor an epoch without changes."""
+    scene = Scene("aa.a", bounds=[1, 2, 3, 4])
+    scene.source = DatedSource(scene.source.log, scene.source.bounds, scene.notes)
+    found = metrics.FRESHNESS_SECONDS.labels("p")
+    before = found._sum.get(), sum(bucket.get() for bucket in found._buckets)
+    scene.run()
+    assert sum(bucket.get() for bucket in found._buckets) - before[1] == 2
+    assert 600.0 <= found._sum.get() - before[0] <= 660.0
 
 
 class SteadySource(LogSource):

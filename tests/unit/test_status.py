@@ -104,6 +104,7 @@ def test_metrics_are_served_in_prometheus_form(server):
         "iceberg_manifest_entries_bytes",
         "icestream_lag_seconds",
         "icestream_epoch_age_seconds",
+        "icestream_freshness_seconds",
     ):
         assert f"# TYPE {name}".encode() in body
     assert b'icestream_health{pipeline="orders",state="stalled"} 1.0' in body

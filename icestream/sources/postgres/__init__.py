@@ -392,7 +392,12 @@ class PostgresSource(Source):
         waiting = [s for s in self._segments if not s.empty and position and s.upper > position[0]]
         if not waiting:
             return 0.0
-        return max(0.0, time.time() - waiting[0].committed_at)
+        return max(0.0, time.time() - waiting[0].first_committed_at)
+
+    def committed_at(self, epoch: Epoch) -> float | None:
+        """The time of the oldest transaction in an epoch of the stream; a copy spans none."""
+        segments = [s for s in self._between(*self._span(epoch)) if not s.empty]
+        return segments[0].first_committed_at if segments else None
 
     def ack(self, durable: Frontier) -> None:
         """Let the server forget what is durable."""

@@ -40,7 +40,8 @@ class State(IntEnum):
     `COMMIT_LSN` and `XID` belong to the transaction that is open (`INSIDE`), `END_LSN` and `TIME`
     to the last whole one; `ROWS_WHOLE` of the `ROWS` in the buffer belong to whole ones. `TORN`
     says that rows of the open one were written out already. `LAST_LSN` and `LAST_XID` are the last
-    whole one's commit record and id.
+    whole one's commit record and id. `FIRST_TIME` is the time of the first one with rows since the
+    caller has set it to 0.
 
     Rows of transactions before `FLOOR` are passed over: they are durable. The caller is shown the
     beginning of each such transaction, and of every one while `AWAITED` is not 0.
@@ -62,12 +63,13 @@ class State(IntEnum):
     LAST_XID = 13
     FLOOR = 14
     AWAITED = 15
+    FIRST_TIME = 16
 
 
 # Compiled code knows numbers, not names.
 _COMMIT_LSN, _ROWS, _ROWS_WHOLE, _END_LSN, _SENT_LSN, _REPLY, *_others = map(int, State)
 _XID, _INSIDE, _TIME, _BYTES, _TRANSACTIONS, _TORN, *_latest = _others
-_LAST_LSN, _LAST_XID, _FLOOR, _AWAITED = _latest
+_LAST_LSN, _LAST_XID, _FLOOR, _AWAITED, _FIRST_TIME = _latest
 _NEED_MORE, _MESSAGE, _FULL, _ENDED, _DAMAGED = map(int, Stop)
 # What is known of each table, by its place in the sorted oids: its number (-1: of no interest),
 # and where its key's columns begin in a list of them all.
@@ -260,6 +262,8 @@ def walk(raw: Bytes, state: Numbers, tables: Tables, buffer: Buffer) -> tuple[in
             state[_TIME] = int64(pointer(raw), at + 18)
             state[_LAST_LSN] = state[_COMMIT_LSN]
             state[_LAST_XID] = state[_XID]
+            if state[_FIRST_TIME] == 0 and state[_ROWS] > state[_ROWS_WHOLE]:
+                state[_FIRST_TIME] = state[_TIME]
             state[_ROWS_WHOLE] = state[_ROWS]
             state[_INSIDE] = 0
             xids[state[_TRANSACTIONS] % xids.size] = state[_XID]

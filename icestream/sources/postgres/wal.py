@@ -134,6 +134,7 @@ class Segment:
     moved: set[int] = field(default_factory=set)
     truncated: dict[int, tuple[int, int]] = field(default_factory=dict)
     rows: int = 0
+    first_committed_at: float = 0.0
     committed_at: float = 0.0
     witness: Witness | None = None
 
@@ -539,6 +540,9 @@ class WalReader:
             at, xid, when = (int(state[each]) for each in last)
             segment.witness = Witness(at=at, xid=xid, time=when)
         segment.committed_at = float(state[State.TIME]) / 1e6 + _EPOCH_2000
+        first = state[State.FIRST_TIME] or state[State.TIME]
+        segment.first_committed_at = float(first) / 1e6 + _EPOCH_2000
+        state[State.FIRST_TIME] = 0
         if segment.empty and self._closed and self._closed[-1].empty:
             # Nothing but movement: one segment that says so is enough.
             segment.lower = self._closed.pop().lower

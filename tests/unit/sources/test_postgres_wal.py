@@ -121,6 +121,28 @@ def test_an_epoch_ends_with_the_transaction_that_fills_it(
     read.close()
 
 
+def test_a_segment_tells_when_its_oldest_change_was_committed(wire: Wire, tmp_path: Path):
+    """E15: the first transaction with rows counts, however many follow and whatever came before."""
+    known = Relation(oid=1, table="t", columns=[], key=())
+    read = reader(wire, tmp_path, describe=lambda message: known)
+    wire.transaction(LAST)
+    # A message of somebody's, which is no change.
+    wire.transaction(Witness(at=3000, xid=8, time=10_000_000))
+    for number, rows in ((20, 2), (30, 1)):
+        placed = Witness(at=3000 + number, xid=number, time=number * 1_000_000)
+        wire.transaction(placed, relation(1), *([insert(1, b"v")] * rows))
+    wire.keep_alive(3100)
+    wait_until(lambda: read.sent_lsn == 3100, PATIENCE_SECONDS, "both transactions")
+    in_2000 = 946_684_800
+    first = next(segment for segment in read.segments() if segment.rows)
+    assert (first.first_committed_at, first.committed_at) == (in_2000 + 20, in_2000 + 30)
+    wire.transaction(Witness(at=3200, xid=40, time=40_000_000), insert(1, b"v"))
+    wire.keep_alive(3300)
+    wait_until(lambda: read.sent_lsn == 3300, PATIENCE_SECONDS, "the last transaction")
+    assert read.segments()[-1].first_committed_at == in_2000 + 40
+    read.close()
+
+
 def test_reading_pauses_while_two_epochs_wait(wire: Wire, tmp_path: Path):
     """E14, Mend c10: a source that is faster than the lake fills no disk."""
     known = Relation(oid=1, table="t", columns=[], key=())
