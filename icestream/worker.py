@@ -511,22 +511,40 @@ class _Columns:
 def _write_typed(
     batches: Iterable[pa.RecordBatch], writer: TransformingWriter, typed: Typed
 ) -> Iterator[Row]:
-    """Write what selects made of changes, bucket by bucket; other rows pass by."""
-    current, pieces, size, part = 0, list[pa.RecordBatch](), 0, 0
+    """Write what selects made of changes, bucket by bucket; other rows pass by.
+
+    Without a shuffle the buckets of one split come in turn, as its tables do. Each is written when
+    the split has ended, which the bucket of another one shows.
+    """
+    held, current, size, part = dict[int, list[pa.RecordBatch]](), -1, 0, 0
     for batch in batches:
         for bucket, run in _runs(batch):
             if not bucket:
                 yield from as_rows([run])
                 continue
-            if bucket != current:
-                yield from _write_selected(current, pieces, "", writer, typed)
-                current, pieces, size, part = bucket, [], 0, 0
-            pieces.append(run)
-            size += run.nbytes
-            if size >= _WRITE_BYTES and _piecemeal(bucket, typed):
-                yield from _write_selected(current, pieces, f".{part}", writer, typed)
-                pieces, size, part = [], 0, part + 1
-    yield from _write_selected(current, pieces, "", writer, typed)
+            number = (bucket - typed.start) % typed.width
+            if number != current:
+                yield from _write_held(held, "", writer, typed)
+                held, current, size, part = {}, number, 0, 0
+            held.setdefault(bucket, []).append(run)
+            if _piecemeal(bucket, typed):
+                size += run.nbytes
+            if size >= _WRITE_BYTES:
+                whole = {bucket: runs for bucket, runs in held.items() if _piecemeal(bucket, typed)}
+                yield from _write_held(whole, f".{part}", writer, typed)
+                held = {bucket: runs for bucket, runs in held.items() if bucket not in whole}
+                size, part = 0, part + 1
+    yield from _write_held(held, "", writer, typed)
+
+
+def _write_held(
+    held: Mapping[int, Sequence[pa.RecordBatch]],
+    suffix: str,
+    writer: TransformingWriter,
+    typed: Typed,
+) -> Iterator[Row]:
+    for bucket, runs in held.items():
+        yield from _write_selected(bucket, runs, suffix, writer, typed)
 
 
 def _runs(batch: pa.RecordBatch) -> Iterator[tuple[int, pa.RecordBatch]]:
@@ -553,8 +571,6 @@ def _write_selected(
     writer: TransformingWriter,
     typed: Typed,
 ) -> Iterator[Row]:
-    if not pieces:
-        return
     place, number = divmod(bucket - typed.start, typed.width)
     table = typed.tables[place]
     shard = f"b{bucket:05d}" if table in typed.shared else f"{number:05d}{suffix}"

@@ -319,7 +319,8 @@ def shares(changes: Sequence[Any], count: int, keyed: bool) -> list[list[Any]]:
 def test_the_lake_holds_what_the_selects_make_of_the_rows_at_the_end(
     spark: SparkSession, embedded: dict[str, str], local: Lake, keyed: bool
 ):
-    """E11, E3: random changes, rows that come and go by the condition, restarts, other tables."""
+    """E11, E3, Mend h1: random changes, rows that come and go by the condition, restarts, tables
+    in turn."""
     texts = {
         "orders": "select id as order_id, upper(name) as name, amount * 2 as twice, "
         "sha2(region, 256) as region from changes where region = 'eu' and amount > -1",
@@ -333,7 +334,7 @@ def test_the_lake_holds_what_the_selects_make_of_the_rows_at_the_end(
             parts = {table: shares(log.changes(120), 3, keyed) for table, log in logs.items()}
             splits = [
                 Mixed(
-                    batches=[(table, cut[n][m::2]) for table, cut in parts.items() for m in (0, 1)]
+                    batches=[(table, cut[n][m::2]) for m in (0, 1) for table, cut in parts.items()]
                 )
                 for n in range(3)
             ]

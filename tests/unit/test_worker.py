@@ -348,6 +348,7 @@ def selected(*rows: tuple[int, int]) -> pa.RecordBatch:
         "at": pa.array([0] * len(rows)),
         "seq": pa.array([0] * len(rows)),
         "t0": ids,
+        "t1": ids,
     }
     return pa.record_batch(columns)
 
@@ -380,4 +381,34 @@ def test_selected_rows_are_written_by_bucket_and_in_parts_where_no_key_comes_twi
         ("b00010", [1, 2], False),
         ("b00011", [3, 4], False),
         ("b00012", [5], False),
+    ]
+
+
+def test_tables_that_come_in_turn_are_each_written_once(monkeypatch):
+    """E11, Mend h1: a key's changes are folded together, wherever they lie in their split."""
+    layout = Typed(
+        tables=["t", "u"],
+        shared=frozenset(),
+        start=10,
+        width=4,
+        once=frozenset([1]),
+        schema=pa.schema([]),
+    )
+    writer = Noted(selects=[replace(Noted().selects[0], table=table) for table in ("t", "u")])
+    in_turn = [selected((10, 1), (14, 2), (10, 3)), selected((14, 4), (0, 0), (11, 5), (15, 6))]
+    list(_write_typed(in_turn, writer, layout))
+    assert writer.calls == [
+        ("00000", [1, 3], False),
+        ("00000", [2, 4], False),
+        ("00001", [5], True),
+        ("00001", [6], True),
+    ]
+    # Real parts would be hundreds of megabytes.
+    monkeypatch.setattr(worker, "_WRITE_BYTES", 1)
+    in_parts = Noted(selects=writer.selects)
+    list(_write_typed([selected((11, 1), (15, 2)), selected((11, 3))], in_parts, layout))
+    assert in_parts.calls == [
+        ("00001.0", [1], True),
+        ("00001.1", [2], True),
+        ("00001.2", [3], True),
     ]
