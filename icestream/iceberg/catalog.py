@@ -513,6 +513,11 @@ class Table:
             metadata = self._table.operations().current()
             return metadata.ref(summaries.tag_name(pipeline)) is not None
 
+    def uuid(self) -> str:
+        """What tells the table from every other one, whatever its name is."""
+        with self._readable():
+            return str(self._table.operations().current().uuid())
+
     def owner(self) -> str | None:
         """Who feeds the table, as its property said when it was seen last."""
         with self._readable():

@@ -409,6 +409,9 @@ class MemoryTable:
     def has_tag(self, pipeline: str) -> bool:
         return summaries.tag_name(pipeline) in self._current.refs
 
+    def uuid(self) -> str:
+        return self._current.uuid
+
     def owner(self) -> str | None:
         return self._current.properties.get(OWNER_PROPERTY)
 

@@ -563,7 +563,7 @@ class IcebergSink:
                 refuse_stranger(name, owner_of(handle), mine, self._names)
                 found[table] = handle
             elif own := self._feeder(handle, table):
-                found[own] = handle
+                found[own[0]] = own[1]
             elif table is None:
                 self._strangers.add(name)
         return found
@@ -591,8 +591,9 @@ class IcebergSink:
         owner = owner_of(handle)
         return owner is not None and owner.pipeline == self._pipeline
 
-    def _feeder(self, handle: Table, table: str | None) -> str | None:
-        """The source table of a table that says it is the pipeline's; None when it is not.
+    def _feeder(self, handle: Table, table: str | None) -> tuple[str, Table] | None:
+        """The source table of a table that says it is the pipeline's, and that table under the name
+        that the source table gives it; None when it is not the pipeline's.
 
         Tables of earlier versions do not say it: it is taken to be `table`, or the one of the same
         name, until another source table proves to be the one.
@@ -602,7 +603,9 @@ class IcebergSink:
             return None
         found = owner.table or table or handle.name.name
         if self._names.of(found) == handle.name.name:
-            return found
+            return found, handle
+        if spelled := self._spelled_otherwise(handle, self.table_name(found)):
+            return found, spelled
         log.warning(
             "table %s is left as it is: source table %s goes into %s",
             handle.name,
@@ -611,6 +614,13 @@ class IcebergSink:
             extra={"table": str(handle.name)},
         )
         return None
+
+    def _spelled_otherwise(self, handle: Table, name: TableName) -> Table | None:
+        """The same table under a name that differs in case, in a catalog that folds names."""
+        if name.name.casefold() != handle.name.name.casefold():
+            return None
+        found = self._catalog.load(name)
+        return found if found is not None and found.uuid() == handle.uuid() else None
 
     def _certain(self, table: str, handle: Table) -> bool:
         """Whether it is known that a table of the pipeline is fed by this source table."""
@@ -675,17 +685,18 @@ class IcebergSink:
         known = self._states.get(table)
         if known is not None:
             return known if known.certain else self._assured(table, table)
-        holder = next(
-            (t for t, s in list(self._states.items()) if s.handle.name == self.table_name(table)),
-            None,
-        )
-        if holder is not None:
+        name = self.table_name(table)
+        if holder := self._holder(lambda state: state.handle.name == name):
             return self._assured(holder, table)
         self._names.by_name([table])
-        handle = self._catalog.load(self.table_name(table)) or self._create(table, shape())
+        handle = self._catalog.load(name) or self._create(table, shape())
         if handle is None:
             return None
         self._refuse_stranger(handle, table)
+        there = table_id(handle.uuid())
+        # A catalog that folds names has one table for several spellings.
+        if holder := self._holder(lambda state: state.progress.table_id == there):
+            return self._assured(holder, table)
         if handle.name in self._unread and handle.has_tag(self._pipeline):
             raise _unread(handle.name)
         state = _TableState(handle, self._claim(handle, table, certain=True))
@@ -693,6 +704,10 @@ class IcebergSink:
             raise rival_run(table)
         self._states[table] = state
         return state
+
+    def _holder(self, wanted: Callable[[_TableState], bool]) -> str | None:
+        """The source table whose Iceberg table is the wanted one, as far as this run knows."""
+        return next((t for t, state in list(self._states.items()) if wanted(state)), None)
 
     def _refuse_stranger(self, handle: Table, table: str) -> None:
         mine = Owner(pipeline=self._pipeline, table=table)

@@ -112,6 +112,7 @@ class HiccupingTable:
             raise Py4JJavaError("lost", IoTrouble())
         empty = SimpleNamespace(keySet=list)
         metadata = SimpleNamespace(
+            uuid=lambda: "u",
             property=lambda key, default: default,
             refs=lambda: empty,
             ref=lambda branch: None,
@@ -130,6 +131,7 @@ class HiccupingTable:
     [
         (lambda table: table.last_epoch_snapshot("p", "main"), None),
         (lambda table: table.fed("p", "main", "t"), None),
+        (Table.uuid, "u"),
         (Table.owner, None),
         (Table.pipelines, []),
         (Table.schema_id, 7),

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections import UserDict
 from dataclasses import replace
 
 import pytest
@@ -304,6 +305,80 @@ def test_a_table_whose_source_table_goes_elsewhere_now_is_left_as_it_is(caplog):
         assert set(sink(lake).claim(["a"])) == {"a"}
     assert lake.tables[name("a_copy")] is copy
     assert "a_copy is left as it is" in caplog.text
+
+
+class FoldedNames(UserDict):
+    """A stand-in for catalogs that know tables by their names in lower case, as Glue and Hive."""
+
+    def __getitem__(self, table):
+        return super().__getitem__(replace(table, name=table.name.lower()))
+
+    def __setitem__(self, table, metadata):
+        super().__setitem__(replace(table, name=table.name.lower()), metadata)
+
+    def __contains__(self, table):
+        return super().__contains__(replace(table, name=table.name.lower()))
+
+
+def folding_lake() -> Lake:
+    lake = Lake()
+    lake.tables = FoldedNames()
+    return lake
+
+
+def test_a_catalog_that_folds_names_answers_with_one_table_for_two_spellings(caplog):
+    """I16, Mend, leftover: the first spelling has the table, also after restarts; the second is
+    refused record by record, and never takes or stops the first."""
+    lake = folding_lake()
+    spellings = ["Orders", "orders"]
+    for number, order in enumerate([spellings, spellings[::-1], spellings], start=1):
+        running = sink(lake, route=BY_RECORDS)
+        expected = {} if number == 1 else {"Orders": number - 1}
+        assert {t: p.epoch for t, p in running.durable([]).items()} == expected
+        assert {t: p.epoch for t, p in running.claim([]).items()} == expected
+        ready = {table: running.prepare(table, lambda: SHAPE) for table in order}
+        assert ready == {"Orders": True, "orders": False}
+        commit(running, epoch(number, 5 * number - 5, 5 * number), "Orders")
+        writer = running.writer(epoch(number + 1, 5 * number, 5 * number + 5), ["Orders"])
+        assert "fed by source table Orders" in writer.refused("orders")
+        assert writer.refused("Orders") is None
+    assert paths(lake, "Orders") == [f"Orders-{number}.parquet" for number in (1, 2, 3)]
+    assert owner(lake, "Orders") == {"pipeline": "p", "table": "Orders"}
+    assert "is left as it is" not in caplog.text
+
+
+def test_a_folding_catalog_refuses_the_second_of_two_source_tables_at_once():
+    """I16, Mend, leftover: tables of the source itself are a matter of the configuration."""
+    lake = folding_lake()
+    first = sink(lake)
+    first.claim(["a.Orders", "b.orders"])
+    commit(first, epoch(1, 0, 5), "a.Orders")
+    for ask in (
+        lambda: first.prepare("b.orders", lambda: SHAPE),
+        lambda: sink(lake).durable(["a.Orders", "b.orders"]),
+    ):
+        with pytest.raises(ConfigInvalid, match="two source tables go into one") as caught:
+            ask()
+        assert "fed by a.Orders; b.orders would" in caught.value.detail
+    assert set(sink(lake).claim(["a.Orders"])) == {"a.Orders"}
+
+
+def test_a_folded_name_of_an_earlier_version_finds_its_spelling():
+    """I16, Mend, leftover: the table does not say its source table, but its last epoch does."""
+    lake = folding_lake()
+    first = sink(lake, route=BY_RECORDS)
+    first.claim([])
+    commit(first, epoch(1, 0, 5), "Orders")
+    set_owner(lake, "Orders", None)
+    upgraded = sink(lake, route=BY_RECORDS)
+    upgraded.claim([])
+    with pytest.raises(NeedsOperator, match="remembers it from now on"):
+        upgraded.prepare("Orders", lambda: SHAPE)
+    again = sink(lake, route=BY_RECORDS)
+    assert set(again.claim([])) == {"Orders"}
+    assert not again.prepare("orders", lambda: SHAPE)
+    commit(again, epoch(2, 5, 9), "Orders")
+    assert paths(lake, "Orders") == ["Orders-1.parquet", "Orders-2.parquet"]
 
 
 class Counting(MemoryCatalog):
