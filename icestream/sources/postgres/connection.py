@@ -306,14 +306,17 @@ class Inbox:
         self._content = np.empty(_INBOX_BYTES, dtype=np.uint8)
         self._start = 0
         self._end = 0
+        self._unwanted = 0
 
     def view(self) -> np.ndarray:
         """What has come and was not consumed; valid until the next `fill`."""
         return self._content[self._start : self._end]
 
     def consume(self, count: int) -> None:
-        """Drop bytes at the front."""
-        self._start += count
+        """Drop bytes at the front; what has not come yet of them is dropped when it comes."""
+        held = min(count, self._end - self._start)
+        self._unwanted += count - held
+        self._start += held
         if self._start == self._end:
             self._start = self._end = 0
 
@@ -364,6 +367,9 @@ class Inbox:
         if count == 0:
             raise SourceUnavailable("PostgreSQL closed the connection")
         self._end += count
+        if self._unwanted:
+            unwanted, self._unwanted = self._unwanted, 0
+            self.consume(unwanted)
 
     def _make_room(self) -> None:
         """Move what is left to the front; a message larger than the buffer makes it grow."""

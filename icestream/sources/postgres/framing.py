@@ -220,7 +220,8 @@ def walk(raw: Bytes, state: Numbers, tables: Tables, buffer: Buffer) -> tuple[in
     """Take whole messages from the front of `raw` into the buffer: rows, their bytes, and the
     transactions seen.
 
-    `state` is read and written: see `State`. Returns (consumed, why it ended).
+    `state` is read and written: see `State`. Returns (consumed, why it ended). Consumed may be a
+    logical message that has yet to come in full: nothing of it is wanted.
     """
     place = 0
     xids = buffer[2]
@@ -233,10 +234,13 @@ def walk(raw: Bytes, state: Numbers, tables: Tables, buffer: Buffer) -> tuple[in
         if size < 5:
             return place, _DAMAGED
         end = place + 1 + size
-        if end > raw.size:
-            return place, _NEED_MORE
         body = place + 5
         at = body + _HEADER_BYTES
+        if end > raw.size:
+            # Nobody reads a logical message: the rest of it need not be waited for.
+            if at < raw.size and raw[body] == ord("w") and raw[at] == ord("M"):
+                return end, _NEED_MORE
+            return place, _NEED_MORE
         if raw[body] == ord("k"):
             if end - body < _KEEP_ALIVE_BYTES:
                 return place, _DAMAGED

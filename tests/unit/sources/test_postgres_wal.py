@@ -7,6 +7,7 @@ import socket
 import struct
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -140,6 +141,41 @@ def test_a_segment_tells_when_its_oldest_change_was_committed(wire: Wire, tmp_pa
     wire.keep_alive(3300)
     wait_until(lambda: read.sent_lsn == 3300, PATIENCE_SECONDS, "the last transaction")
     assert read.segments()[-1].first_committed_at == in_2000 + 40
+    read.close()
+
+
+def test_the_content_of_a_message_is_not_held(wire: Wire, tmp_path: Path):
+    """E14, Mend e2: another client's message of 64 MB takes no memory; what follows it comes.
+
+    Nothing but the transaction around a message counts.
+    """
+    known = Relation(oid=1, table="t", columns=[], key=())
+    read = reader(wire, tmp_path, describe=lambda message: known)
+    wire.transaction(LAST)
+    wire.keep_alive(2500)
+    # Compiled code takes memory of its own when it is first used.
+    wait_until(lambda: read.sent_lsn == 2500, PATIENCE_SECONDS, "the beginning")
+    piece, pieces = bytes(1024**2), 64
+    placed = Witness(at=3000, xid=8, time=1)
+    head = b"w" + struct.pack(">qqq", 0, 0, 0)
+    message = b"M" + struct.pack(">bq", 1, 0) + b"other\0" + struct.pack(">i", len(piece) * pieces)
+    size = len(head) + len(message) + len(piece) * pieces
+    tracemalloc.start()
+    try:
+        wire.write(b"B" + struct.pack(">qqI", placed.at, placed.time, placed.xid))
+        wire.server.sendall(b"d" + struct.pack(">i", size + 4) + head + message)
+        for _ in range(pieces):
+            wire.server.sendall(piece)
+        wire.write(relation(1))
+        wire.write(insert(1, b"v"))
+        wire.write(b"C" + struct.pack(">bqqq", 0, placed.at, placed.at + 10, placed.time))
+        wire.keep_alive(3100)
+        wait_until(lambda: read.sent_lsn == 3100, PATIENCE_SECONDS, "the transaction")
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert sum(segment.rows for segment in read.segments()) == 1
+    assert most < 8 * len(piece)
     read.close()
 
 
