@@ -3,7 +3,7 @@
 import hashlib
 import json
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import reduce
 
@@ -42,6 +42,7 @@ class Progress:
     and its operator asked for a replay. `schema_id` is the schema that the table had for the epoch:
     it decided which records became rows. `before` has the epochs that the pipeline's tables were at
     before this one, by their ids, so that a table that was set back to an older state is noticed.
+    `names` are ids of the names of the pipeline's tables: one that cannot be read is known by it.
     `table_id` is the id of the table that the progress was read from; it is not a part of what the
     table remembers.
     """
@@ -55,6 +56,7 @@ class Progress:
     replaying: bool = False
     members: frozenset[str] = frozenset()
     schema_id: int | None = None
+    names: frozenset[str] = frozenset()
     before: Mapping[str, int] = field(default_factory=dict, compare=False)
     table_id: str = field(default="", compare=False)
 
@@ -68,6 +70,11 @@ def table_id(table_uuid: str) -> str:
     """The id of a table among those of its pipeline; one that is made anew has another id."""
     # Some catalogs draw uuids that begin with the time: of tables made at once they begin alike.
     return hashlib.sha256(table_uuid.encode()).hexdigest()[:_ID_DIGITS]
+
+
+def name_id(name: str) -> str:
+    """The id of a table's name; some catalogs take names that differ in case for one."""
+    return hashlib.sha256(name.casefold().encode()).hexdigest()[:_ID_DIGITS]
 
 
 def batch_id(pipeline: str, table: str, upper: Frontier) -> str:
@@ -96,6 +103,20 @@ class Resume:
     lacking: frozenset[str] | None = None
 
 
+def furthest(progress: Iterable[Progress]) -> Progress | None:
+    """The progress of the last epoch; None when there is no epoch yet."""
+    started = [mine for mine in progress if mine.epoch]
+    return reduce(_further, started) if started else None
+
+
+def known_names(progress: Iterable[Progress]) -> frozenset[str]:
+    """The ids of the names that the pipeline's tables had at the last epoch."""
+    found = list(progress)
+    last = furthest(found)
+    carriers = [mine for mine in found if last is not None and mine.same_epoch(last)]
+    return frozenset[str]().union(*(mine.names for mine in carriers))
+
+
 def resume_point(progress: Mapping[str, Progress]) -> Resume:
     """Derive from what the tables remember where to go on.
 
@@ -109,8 +130,8 @@ def resume_point(progress: Mapping[str, Progress]) -> Resume:
     The smallest frontier over the tables would be wrong: it asks the source for history that it
     has rightly forgotten, because of a table that was merely idle.
     """
-    started = [mine for mine in progress.values() if mine.epoch]
-    if not started:
+    last = furthest(progress.values())
+    if last is None:
         return Resume(
             number=0,
             at=START,
@@ -119,7 +140,6 @@ def resume_point(progress: Mapping[str, Progress]) -> Resume:
             tables=0,
             replays={},
         )
-    last = reduce(_further, started)
     carriers = {name: mine for name, mine in progress.items() if mine.epoch == last.epoch}
     ids = {mine.table_id for mine in carriers.values()}
     counted = any(ids <= mine.members for mine in carriers.values())
@@ -136,7 +156,7 @@ def resume_point(progress: Mapping[str, Progress]) -> Resume:
     complete, lacking = _completeness(progress, carriers)
     epoch = Epoch(number=last.epoch, lower=last.lower, upper=last.upper)
     return Resume(
-        number=max(mine.epoch for mine in started),
+        number=max(mine.epoch for mine in progress.values()),
         at=last.upper if complete else last.lower,
         unfinished=None if complete else epoch,
         # What a replay has brought past the epoch must not get it once more.

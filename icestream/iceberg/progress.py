@@ -8,8 +8,9 @@ for it publishes no epoch.
     both frontiers as JSON fit        icestream.lower, icestream.frontier
     packed they fit                   icestream.bounds
     else                              icestream.bounds-property names properties of the table
-    the pipeline's tables are few     icestream.epoch-members, icestream.epochs-before
-    else                              both lie in the same properties
+    the pipeline's tables are few     icestream.epoch-members, icestream.epochs-before,
+                                      icestream.table-names
+    else                              these lie in the same properties
 
 Summaries are copied into every metadata file for as long as their snapshot lives, so that they stay
 small. What is larger lies in properties of the table that the same swap sets: neither expiry nor
@@ -40,6 +41,7 @@ BOUNDS_PROPERTY = "icestream.bounds-property"
 EPOCH_TABLES = "icestream.epoch-tables"
 EPOCH_MEMBERS = "icestream.epoch-members"
 EPOCHS_BEFORE = "icestream.epochs-before"
+TABLE_NAMES = "icestream.table-names"
 EPOCH_SCHEMA = "icestream.epoch-schema"
 VALID_THROUGH = "icestream.valid-through"
 DATA_FILES = "icestream.data-files"
@@ -52,13 +54,14 @@ _HASH_SUFFIX = "-sha256"
 _FILE_KEYS = tuple(key + end for key in (LOWER, FRONTIER) for end in (_FILE_SUFFIX, _HASH_SUFFIX))
 KEYS = (
     *(PIPELINE, GENERATION, EPOCH, BATCH_ID, LOWER, FRONTIER, BOUNDS, BOUNDS_PROPERTY),
-    *(EPOCH_TABLES, EPOCH_MEMBERS, EPOCHS_BEFORE, EPOCH_SCHEMA, REPLAYING, *_FILE_KEYS),
+    *(EPOCH_TABLES, EPOCH_MEMBERS, EPOCHS_BEFORE, TABLE_NAMES, EPOCH_SCHEMA, REPLAYING),
+    *_FILE_KEYS,
 )
 
 # What both frontiers may take in a summary, as a metadata file shows them. With everything else
 # that a snapshot adds to the metadata it stays below 2 KiB.
 SUMMARY_BYTES_MAX = 1024
-# What the tables of a pipeline may take in a summary: some fifty of them.
+# What the tables of a pipeline may take in a summary: some thirty of them.
 TABLES_BYTES_MAX = 720
 # Metastores take values of 4,000 characters.
 CHUNK_CHARACTERS = 3500
@@ -97,8 +100,9 @@ def to_entries(progress: Progress) -> Entries:
     bounds, large_bounds = _bounds_entries(progress)
     members = " ".join(sorted(progress.members))
     before = " ".join(f"{name}:{number}" for name, number in sorted(progress.before.items()))
-    many = len(members) + len(before) > TABLES_BYTES_MAX
-    kept = _kept(progress, f"{large_bounds},{members},{before}" if many else large_bounds)
+    names = " ".join(sorted(progress.names))
+    many = len(members) + len(before) + len(names) > TABLES_BYTES_MAX
+    kept = _kept(progress, f"{large_bounds},{members},{before},{names}" if many else large_bounds)
     entries = {
         PIPELINE: progress.pipeline,
         GENERATION: str(progress.generation),
@@ -111,6 +115,8 @@ def to_entries(progress: Progress) -> Entries:
         entries[EPOCH_MEMBERS] = members
     if before and not many:
         entries[EPOCHS_BEFORE] = before
+    if names and not many:
+        entries[TABLE_NAMES] = names
     if progress.schema_id is not None:
         entries[EPOCH_SCHEMA] = str(progress.schema_id)
     if progress.replaying:
@@ -126,8 +132,8 @@ def from_summary(
     Raises `FrontierLost` when the frontiers are no longer where the summary says. Tables of an
     epoch that are no longer there count as unknown: their number is in the summary.
     """
-    bounds, _, tables = _chunks_together(summary, properties).partition(",")
-    members, _, before = tables.partition(",")
+    parts = [*_chunks_together(summary, properties).split(","), "", "", ""]
+    bounds, members, before, names = parts[:4]
     lower, upper = _bounds(summary, bounds, read_file, table)
     schema_id = summary.get(EPOCH_SCHEMA)
     return Progress(
@@ -140,6 +146,7 @@ def from_summary(
         replaying=summary.get(REPLAYING) == "true",
         members=frozenset(summary.get(EPOCH_MEMBERS, members).split()),
         schema_id=None if schema_id is None else int(schema_id),
+        names=frozenset(summary.get(TABLE_NAMES, names).split()),
         before={
             name: int(number)
             for each in summary.get(EPOCHS_BEFORE, before).split()

@@ -28,7 +28,15 @@ from pyiceberg.types import (
 )
 
 from icestream import dead_letters, failpoints, metrics
-from icestream.epoch import Epoch, Progress, batch_id, table_id
+from icestream.epoch import (
+    Epoch,
+    Progress,
+    batch_id,
+    furthest,
+    known_names,
+    name_id,
+    table_id,
+)
 from icestream.errors import (
     Broken,
     ConfigInvalid,
@@ -266,7 +274,7 @@ class IcebergSink:
         self._namespace = tuple(options.namespace.split("."))
         # Tables of the namespace that were looked at and are not the pipeline's.
         self._strangers: set[TableName] = set()
-        self._unread: set[TableName] = set()
+        self._unread: dict[TableName, IcestreamError] = {}
         # Tables that the source has; others are known because they say that they are ours.
         self._sources: frozenset[str] = frozenset()
         route = options.route
@@ -297,6 +305,7 @@ class IcebergSink:
             refuse_rollback(head, table, self._pipeline)
             progress = head.progress or Progress(pipeline=self._pipeline)
             found[table] = replace(progress, table_id=table_id(head.uuid))
+        self._refuse_unread(found)
         return found
 
     def claim(self, tables: Sequence[str]) -> Mapping[str, Progress]:
@@ -308,8 +317,8 @@ class IcebergSink:
         heads = self.heads(tables)
         for table, (_, head) in heads.items():
             refuse_rollback(head, table, self._pipeline)
-        found = [head.progress.generation for _, head in heads.values() if head.progress]
-        self._generation = 1 + max(found, default=0)
+        generations = [head.progress.generation for _, head in heads.values() if head.progress]
+        self._generation = 1 + max(generations, default=0)
         handles = {table: heads[table][0] for table in sorted(heads)}
         # The first table decides between two runs that start at once: claiming all tables in
         # parallel could give each run some of them and stop both.
@@ -326,7 +335,9 @@ class IcebergSink:
         states = dict(self._states)
         for state in states.values():
             state.proven = True
-        return {table: state.progress for table, state in states.items()}
+        found = {table: state.progress for table, state in states.items()}
+        self._refuse_unread(found)
+        return found
 
     def _take_over(self, handles: Mapping[str, Table]) -> None:
         certain = self._each(handles, self._certain)
@@ -443,6 +454,7 @@ class IcebergSink:
             for table, closed in files.items()
             if table not in carriers
         }
+        self._make_known(commits)
         try:
             if self._options.atomic and len(commits) > 1:
                 self._publish_together(commits)
@@ -464,6 +476,7 @@ class IcebergSink:
         where = table or min(filter(self._is_fed, list(self._states)), default=None)
         if where not in self._states:
             return False
+        self._make_known([where])
         new = self._progress_of(epoch, {where})
         nothing = Written(epoch=epoch, reports=[], writer=None, labels=labels)
         self._publish(where, self._commit(where, new, [], nothing))
@@ -571,8 +584,9 @@ class IcebergSink:
     def _look_at(self, name: TableName, _: object) -> Table | None:
         """A table that was listed; one that cannot be read is passed over, for it is not named.
 
-        Should it be the pipeline's nevertheless, then its first change finds what it holds and
-        stops: nothing is written twice.
+        If the last epoch knew a table of that name, the start ends all the same. Should it be the
+        pipeline's nevertheless, then its first change finds what it holds and stops: nothing is
+        written twice.
         """
         for pause in (*UNREADABLE_PAUSES, None):
             try:
@@ -584,8 +598,18 @@ class IcebergSink:
             time.sleep(pause)
         log.warning("table %s is passed over: %s", name, problem, extra={"table": str(name)})
         self._strangers.add(name)
-        self._unread.add(name)
+        self._unread[name] = problem
         return None
+
+    def _refuse_unread(self, progress: Mapping[str, Progress]) -> None:
+        """Raise for a table that could not be read and that the last epoch knew by its name."""
+        known = known_names(progress.values())
+        own = {name: error for name, error in self._unread.items() if name_id(name.name) in known}
+        if own:
+            # The next try looks at them again.
+            self._strangers -= own.keys()
+            self._unread = {n: error for n, error in self._unread.items() if n not in own}
+            raise _unreadable(*min(own.items(), key=str))
 
     def _is_own(self, handle: Table) -> bool:
         owner = owner_of(handle)
@@ -869,7 +893,29 @@ class IcebergSink:
             for each in known
         }
         new = summaries.progress_of(epoch, self._pipeline, self._generation, len(tables))
-        return replace(new, members=ids, before={name: n for name, n in before.items() if n})
+        before = {name: number for name, number in before.items() if number}
+        return replace(new, members=ids, before=before, names=self._own_names())
+
+    def _own_names(self) -> frozenset[str]:
+        states = list(self._states.values())
+        return frozenset(name_id(state.handle.name.name) for state in states)
+
+    def _make_known(self, tables: Iterable[str]) -> None:
+        """Have a table of the last epoch name tables that are new, before they take an epoch.
+
+        Where records name the tables only the tables themselves tell which ones there are. A start
+        that cannot read one of them must know that it is there: it may hold the last epoch alone.
+        """
+        if not self._named_by_records:
+            return
+        states = list(self._states.items())
+        last = furthest(state.progress for _, state in states)
+        new = {name_id(self._states[table].handle.name.name) for table in tables}
+        if last is None or new <= last.names:
+            return
+        witness = next(table for table, state in states if state.progress is last)
+        naming = self._correction(witness, replace(last, names=last.names | self._own_names()))
+        self._publish(witness, naming)
 
     def _carriers(self, epoch: Epoch) -> list[str]:
         """The tables that have taken the epoch already: in this run, or before a restart."""
@@ -913,17 +959,21 @@ class IcebergSink:
             state = self._states[table]
             right = replace(state.progress, tables=new.tables, members=new.members)
             if right != state.progress:
-                corrected[table] = Commit(
-                    table=table,
-                    branch=self._options.branch,
-                    expected=state.progress,
-                    new=right,
-                    files=[],
-                    written_for=None,
-                    labels={},
-                    recount=True,
-                )
+                corrected[table] = self._correction(table, right)
         self._each(corrected, self._publish)
+
+    def _correction(self, table: str, right: Progress) -> Commit:
+        """A commit without files, with which a table says something else of its last epoch."""
+        return Commit(
+            table=table,
+            branch=self._options.branch,
+            expected=self._states[table].progress,
+            new=right,
+            files=[],
+            written_for=None,
+            labels={},
+            recount=True,
+        )
 
     def _publish(self, table: str, commit: Commit) -> None:
         self._note(commit, publish_epoch(self._states[table].handle, commit))
@@ -978,6 +1028,17 @@ def table_names_of(options: IcebergSinkOptions) -> TableNames:
     given = {table: each.table for table, each in options.tables.items() if table != ANY_TABLE}
     anyhow = options.tables.get(ANY_TABLE)
     return TableNames(given=given, otherwise=anyhow.table if anyhow else "")
+
+
+def _unreadable(name: TableName, problem: IcestreamError) -> IcestreamError:
+    kind = NeedsOperator if isinstance(problem, NeedsOperator) else TargetUnavailable
+    return kind(
+        f"table {name} could not be read, and it is the pipeline's",
+        detail=f"What it holds decides where the pipeline goes on. {problem.message}. "
+        f"{problem.detail or ''}".rstrip(),
+        hint="Make it readable and start again. If it is lost, drop it; if another table has its "
+        "name, rename that one.",
+    )
 
 
 def _unread(name: TableName) -> TargetUnavailable:

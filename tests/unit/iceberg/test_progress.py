@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from icestream.epoch import Epoch, Progress, table_id
+from icestream.epoch import Epoch, Progress, name_id, table_id
 from icestream.errors import FrontierLost
 from icestream.frontier import START, Frontier
 from icestream.iceberg import progress as summaries
@@ -243,12 +243,25 @@ MANY = frozenset(table_id(f"table {number}") for number in range(300))
 @pytest.mark.parametrize("upper", [PROGRESS.upper, MIDDLE, large(1)])
 def test_hundreds_of_tables_lie_in_properties_with_whatever_frontier(upper: Frontier):
     """E4, Mend c2: the summary stays small, and nothing of the epoch's tables is forgotten."""
+    before = dict.fromkeys(MANY, 40)
     progress = replace(PROGRESS, lower=START, upper=upper, tables=300, members=MANY, schema_id=7)
+    progress = replace(progress, before=before, names=frozenset(map(name_id, MANY)))
     entries = to_entries(progress)
     assert read_back(entries) == progress
+    assert read_back(entries).before == before
     assert summaries.EPOCH_MEMBERS not in entries.summary
+    assert summaries.TABLE_NAMES not in entries.summary
     assert sum(map(len, entries.summary.values())) < 2 * summaries.SUMMARY_BYTES_MAX
     assert all(len(v) <= summaries.CHUNK_CHARACTERS for v in entries.properties.values())
+
+
+def test_a_few_tables_are_named_in_the_summary():
+    """I16, Mend, leftover: by ids of their names, which are the same in a catalog that folds."""
+    progress = replace(PROGRESS, names=frozenset({name_id("Orders"), name_id("items")}))
+    entries = to_entries(progress)
+    assert read_back(entries) == progress
+    assert not entries.properties
+    assert name_id("orders") in entries.summary[summaries.TABLE_NAMES].split()
 
 
 def test_tables_whose_properties_are_gone_are_only_counted():

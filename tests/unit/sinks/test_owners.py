@@ -433,6 +433,60 @@ def test_a_table_of_ours_that_could_not_be_read_at_the_start_is_not_written_twic
     assert paths(lake, "t") == ["a.t-1.parquet"]
 
 
+def named_by_records(lake: Lake, **failing: Exception) -> IcebergSink:
+    """A start whose catalog cannot read some of the tables."""
+    options = IcebergSinkOptions(namespace="shop", route=BY_RECORDS)
+    return IcebergSink(Counting(lake, **failing), options, "p")
+
+
+@pytest.mark.parametrize("alone", ["b", "new"])
+@pytest.mark.parametrize(
+    "problem", [TargetUnavailable("no answer"), ConfigInvalid("forbidden")], ids=lambda e: e.message
+)
+def test_a_start_waits_for_an_own_table_that_only_its_name_tells(monkeypatch, alone, problem):
+    """I16, Mend, leftover: it may hold the last epoch, whose number would be used twice; so also
+    when that was its first epoch and no other table has a part in it."""
+    # It is readable again at once; waiting would hide what the test is about.
+    monkeypatch.setattr(iceberg, "UNREADABLE_PAUSES", ())
+    lake = Lake()
+    first = sink(lake, route=BY_RECORDS)
+    first.claim([])
+    commit(first, epoch(1, 0, 5), "a", "b")
+    commit(first, epoch(2, 5, 9), alone)
+    made_by_someone(lake, "secret")
+    failing = {alone: problem, "secret": problem}
+    for ask in (IcebergSink.durable, IcebergSink.claim):
+        started = named_by_records(lake, **failing)
+        with pytest.raises(type(problem).__mro__[1], match=rf"shop\.{alone} .*pipeline") as caught:
+            ask(started, [])
+        assert problem.message in caught.value.detail
+        assert "secret" not in str(caught.value)
+        del failing[alone]
+        started._catalog._failing = failing
+        assert ask(started, [])[alone].epoch == 2
+        failing[alone] = problem
+
+
+def test_a_strangers_unreadable_table_stops_nobody_though_one_of_ours_was_dropped(monkeypatch):
+    """I16, Mend, leftover: the name tells it from a table that the last epoch knew."""
+    # A broken table never comes back: waiting for it would only cost time.
+    monkeypatch.setattr(iceberg, "UNREADABLE_PAUSES", ())
+    lake = Lake()
+    first = sink(lake, route=BY_RECORDS)
+    first.claim([])
+    commit(first, epoch(1, 0, 5), "a", "b", "c")
+    lake.drop(name("b"))
+    made_by_someone(lake, "secret")
+    started = named_by_records(lake, secret=TargetUnavailable("no metadata"))
+    assert set(started.durable([])) == {"a", "c"}
+    assert set(started.claim([])) == {"a", "c"}
+    commit(started, epoch(2, 5, 9), "a")
+    # The name is free: what somebody else makes there is a stranger's.
+    made_by_someone(lake, "b")
+    later = named_by_records(lake, b=TargetUnavailable("no metadata"))
+    assert set(later.claim([])) == {"a", "c"}
+
+
 def test_heartbeats_go_to_a_table_that_the_source_still_feeds():
     """I16, Mend a6: one that left the configuration keeps its progress and gets no heartbeat."""
     lake = Lake()
