@@ -5,6 +5,7 @@ import re
 import subprocess
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -13,6 +14,7 @@ from pathlib import Path
 import pg8000.native
 import pytest
 
+from icestream.epoch import Epoch
 from icestream.errors import ConfigInvalid, SourceUnavailable
 from icestream.frontier import START, Frontier
 from icestream.samples.postgres import STOP_SECONDS_MAX, EmbeddedPostgres, Programs
@@ -208,6 +210,28 @@ def test_server_ends_while_the_source_does_not_read(
     began = time.monotonic()
     server.stop("fast")
     assert time.monotonic() - began < STOP_SECONDS_MAX, "it ended by itself"
+
+
+def test_large_message_of_another_client(server: EmbeddedPostgres, source: PostgresSource):
+    """E14, P13: a message of 100 MB in the log takes none of our memory, and the rows around it
+    come."""
+    at = copied(source)
+    assert not source.available(at)
+    tracemalloc.start()
+    try:
+        ask(
+            server,
+            "with said as (select pg_logical_emit_message(true, 'other', repeat('x', 100000000))) "
+            "insert into one select 2, 'b' from said",
+        )
+        wait_until(lambda: bool(source.available(at)), PATIENCE_SECONDS, "changes")
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    (upper,) = source.available(at)
+    (split,) = source.splits(Epoch(number=1, lower=at, upper=upper))
+    assert split.tables == ("public.one",)
+    assert most < 16 * 1024**2
 
 
 @contextmanager

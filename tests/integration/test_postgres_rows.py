@@ -8,7 +8,7 @@ from tests.integration.pipelines import Shell, assert_refused
 from tests.integration.postgres_world import World
 from tests.servers import wait_until
 
-INVALID = 2
+INVALID, OPERATOR = 2, 3
 MANY = ["public.many"]
 
 
@@ -111,6 +111,96 @@ def test_partition_with_another_replica_identity(world: World, shell: Shell):
             )
             wait_until(lambda: following.error is not None, 60, "the pipeline stops")
     assert world.lake_rows("sale", "id, code") == [(1, 1), (2, 2)]
+    # What the hint says helps, although the pipeline has no other table.
+    world.sql("alter table sale_1 replica identity default")
+    begin_anew(world, "sale")
+    world.run(["public.sale"])
+    world.assert_equal("sale", "id, code")
+
+
+def begin_anew(world: World, table: str) -> None:
+    """The way out for a pipeline of one table: slot and Iceberg table are dropped."""
+    wait_until(lambda: not world.slot_row("active"), 60, "the server notices the run's end")
+    world.sql(f"select pg_drop_replication_slot('{world.slot}')")
+    world.spark.sql(f"DROP TABLE {world.lake.table(f'shop.{table}')}")
+
+
+# What takes a table's key away, and what gives it back.
+KEYS = {
+    "index": (
+        ["drop index by_id"],
+        [
+            "create unique index by_id on many(id)",
+            "alter table many replica identity using index by_id",
+        ],
+    ),
+    "nothing": (
+        ["alter table many replica identity nothing"],
+        ["alter table many replica identity using index by_id"],
+    ),
+}
+
+
+@pytest.mark.parametrize("publication", ["", "mine"])
+@pytest.mark.parametrize("how", KEYS)
+def test_key_that_is_lost_while_nothing_runs(
+    world: World, shell: Shell, how: str, publication: str
+):
+    """P7, Mend b5: told as that, and not as a publication's fault; the hint helps.
+
+    What was written without a key stays in the log: the key alone does not help.
+    """
+    world.sql(
+        "create table many(id int not null, v text)",
+        "create unique index by_id on many(id)",
+        "alter table many replica identity using index by_id",
+        "insert into many values (1, 'a'), (2, 'b')",
+        "create table other(id int primary key)",
+        "insert into other values (1)",
+    )
+    if publication:
+        world.sql("create publication mine for table many, other")
+    options = {"publication": publication} if publication else {}
+    both = ["public.many", "public.other"]
+    world.run(both, **options)
+    lose, restore = KEYS[how]
+    world.sql("update many set v = 'c' where id = 1", *lose, "insert into many values (3, 'd')")
+    said = "the replica identity of table public.many has changed"
+    hint = "Give the table its key or replica identity back"
+    refused = shell.run(world.document(both, **options))
+    assert_refused(refused, OPERATOR, said, hint, "then add it again")
+    assert "publication" not in refused.err
+    assert world.lake_rows("many", "id, v") == [(1, "a"), (2, "b")]
+    world.sql(*restore, "insert into other values (2)")
+    assert_refused(shell.run(world.document(both, **options)), OPERATOR, said, hint)
+    world.run(["public.other"], **options)
+    world.run(both, **options)
+    world.sql("delete from many where id = 2")
+    world.run(both, **options)
+    assert world.assert_equal("many", "id, v") == [(1, "c"), (3, "d")]
+
+
+@pytest.mark.parametrize("how", ["made anew", "key lost"])
+def test_pipeline_of_one_table_is_copied_anew(world: World, shell: Shell, how: str):
+    """P9, Mend b5: no pipeline runs without its only table, so the hint names another way."""
+    many_rows(world)
+    world.run(MANY)
+    if how == "made anew":
+        world.sql("delete from many where id = 1", "drop table many")
+        many_rows(world)
+        said = "table public.many was dropped and created anew at the source"
+    else:
+        world.sql("alter table many drop constraint many_pkey", "insert into many values (21, 1)")
+        said = "the replica identity of table public.many has changed"
+    hint = "drop its Iceberg table and the replication slot instead, and start again"
+    assert_refused(shell.run(world.document(MANY)), OPERATOR, said, "only table", hint)
+    if how == "key lost":
+        world.sql("alter table many add primary key (id)")
+    begin_anew(world, "many")
+    world.run(MANY)
+    world.sql("delete from many where id = 2")
+    world.run(MANY)
+    world.assert_equal("many", "id, grp, v")
 
 
 def test_key_that_includes_other_columns(world: World):

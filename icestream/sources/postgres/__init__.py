@@ -51,11 +51,13 @@ from icestream.sources.postgres.backfill import (
     shares,
 )
 from icestream.sources.postgres.changes import (
+    COPY_TABLE_ANEW,
     Origin,
     Relation,
     RelationColumn,
     SpoolPart,
     WalSplit,
+    other_identity,
     relation_columns,
 )
 from icestream.sources.postgres.connection import (
@@ -489,6 +491,9 @@ class PostgresSource(Source):
             and _copy_name(table) not in self._again
         ]
         before = {table.name: lower[_published_name(table)][1:] for table in followed}
+        unkeyed = self._server.unkeyed(before, followed)
+        if unkeyed:
+            raise other_identity(unkeyed[0], "It had a key and has none now.")
         lost = self._lost(before, followed) if followed else None
         if lost is not None:
             raise lost
@@ -556,8 +561,7 @@ class PostgresSource(Source):
                 raise HistoryLost(
                     f"table {table} was dropped and created anew at the source",
                     detail="What the lake holds is the old table.",
-                    hint=f"Run once without {table} in `tables`, then add it again: it is "
-                    "emptied and copied anew.",
+                    hint=COPY_TABLE_ANEW,
                 )
 
     def _known_tables(self, lower: Frontier) -> Frontier:
@@ -738,8 +742,7 @@ class PostgresSource(Source):
             raise HistoryLost(
                 f"table {table.name} was dropped and created anew at the source",
                 detail="The stream goes on with another table of the same name.",
-                hint="Run once without it in `tables`, then add it again: it is emptied and "
-                "copied anew.",
+                hint=COPY_TABLE_ANEW,
             )
         types = self._server.types
         if any(kind not in types for _, kind, _ in columns):
@@ -764,11 +767,8 @@ class PostgresSource(Source):
                 hint="Give the table its key back, or copy it anew under another pipeline.",
             )
         if not set(table.key) <= sent:
-            raise SchemaRejected(
-                f"the replica identity of table {table.name} has changed",
-                detail=f"Its changes no longer name their row by {', '.join(table.key)}.",
-                hint="Give the table its replica identity back. Then run once without it in "
-                "`tables`, and add it again: it is emptied and copied anew.",
+            raise other_identity(
+                table.name, f"Its changes no longer name their row by {', '.join(table.key)}."
             )
         if self._in_binary and not all(in_binary(c.type, c.iceberg()) for c in described):
             self._in_binary = False

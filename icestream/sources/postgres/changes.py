@@ -34,6 +34,11 @@ from icestream.sources.postgres.decode import (
 from icestream.sources.postgres.framing import row_tuples
 from icestream.sources.postgres.kernels import Form
 
+COPY_TABLE_ANEW = (
+    "Run once without the table in `tables`, then add it again: it is emptied and copied anew. If "
+    "it is the pipeline's only table, drop its Iceberg table and the replication slot instead, and "
+    "start again."
+)
 # Above those of columns, of which a table has at most 1,600; Iceberg numbers them anew.
 _NESTED_IDS = 10_000
 _DAY_MICROSECONDS = 86_400_000_000
@@ -206,6 +211,11 @@ def refuse_other_key(relation: Relation, key: Sequence[str]) -> None:
     """Refuse delete columns other than the key that changes name their rows by."""
     own = [relation.columns[number].name for number in relation.key]
     if set(own) != set(key):
+        if not own:
+            raise other_identity(
+                relation.table,
+                f"It has no key now, and its rows in the lake are told apart by {', '.join(key)}.",
+            )
         raise ConfigInvalid(
             f"rows of table {relation.table} cannot be deleted by {', '.join(key) or 'no column'}",
             detail=f"Its changes name their rows by {', '.join(own) or 'no column'}.",
@@ -213,6 +223,15 @@ def refuse_other_key(relation: Relation, key: Sequence[str]) -> None:
             "another key or replica identity than before, give it the old one back, or drop its "
             "Iceberg table and start again: it is copied anew.",
         )
+
+
+def other_identity(table: str, detail: str) -> SchemaRejected:
+    """The error for a table whose changes no longer name their rows as they did."""
+    return SchemaRejected(
+        f"the replica identity of table {table} has changed",
+        detail=detail,
+        hint=f"Give the table its key or replica identity back. {COPY_TABLE_ANEW}",
+    )
 
 
 def relation_columns(relation: Relation, key: Sequence[str]) -> list[Column]:
@@ -303,8 +322,7 @@ def _refuse_unnamed(rows: _Rows, tuples: Tuples, leaving: np.ndarray, old: np.nd
         raise SchemaRejected(
             f"a delete or key change of table {rows.relation.table} does not send its key",
             detail="A partition has another replica identity than the table.",
-            hint="Give the partition the table's replica identity. Then run once without the table "
-            "in `tables`, and add it again: it is emptied and copied anew.",
+            hint=f"Give the partition the table's replica identity. {COPY_TABLE_ANEW}",
         )
 
 

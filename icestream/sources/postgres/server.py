@@ -391,6 +391,15 @@ class Server:
                 found.update(coverage(connection, name, chosen) if chosen else {})
         return found
 
+    def unkeyed(self, before: Mapping[str, Coverage], tables: Sequence[PgTable]) -> Sequence[str]:
+        """Tables that our own publication covers as ones with a key, and that have none now."""
+        found = {t.name: t.oid for t in tables if self.publication_of(t) != self.publications[0]}
+        if not found:
+            return ()
+        with Connection(self.dsn) as connection:
+            now = coverage(connection, self.publications[0], found)
+        return sorted(name for name, each in now.items() if each and each == before[name])
+
     def next_transaction(self) -> int:
         """Every transaction that writes and began before now has a lower number."""
         with Connection(self.dsn) as connection:
