@@ -261,7 +261,7 @@ class LetterSplit:
         if self.problem:
             raise self.problem
         verdicts = self._verdicts(targets)
-        yield from self._effects(_all_taken(verdicts), targets)
+        yield from self._effects(verdicts, targets)
         for each in verdicts:
             yield from self._letters(each)
         self.tried = replace(
@@ -299,9 +299,15 @@ class LetterSplit:
         return self.letters_table if own else dead_letters.table_of(table)
 
     def _effects(
-        self, taken: Mapping[str, pa.Table], targets: Targets
+        self, verdicts: Sequence["_Verdicts"], targets: Targets
     ) -> Iterator[tuple[str, pa.Table]]:
-        """What the letters do to their tables, held against the log where there is one."""
+        """What the letters do to their tables, held against the log where there is one.
+
+        A letter that compaction took out of the log was overtaken by a later record of its key.
+        Where the log has none either, that was a delete. Where no table takes the later record, the
+        letter is the newest that can be taken.
+        """
+        taken = _all_taken(each.taken() for each in verdicts)
         if self.logs is None:
             for table, batch in taken.items():
                 yield table, _replacing(batch) if targets.key(table) else batch
@@ -319,6 +325,9 @@ class LetterSplit:
         for table, batch in chain(logged, tables.completed()):
             yield table, _replacing(batch)
         tables.refuse_unready()
+        keys = pa.chunked_array(tables.passed_over, pa.binary()).unique()
+        for table, batch in _all_taken(each.of_records(keys) for each in verdicts).items():
+            yield table, _replacing(batch)
 
     def _logged(self, log: Range, tables: TableChanges) -> Iterator[tuple[str, pa.Table]]:
         newest = -1
@@ -402,6 +411,18 @@ class _Verdicts:
         """The changes of each table that takes any, in batches."""
         return self._batches
 
+    def of_records(self, keys: pa.Array) -> Mapping[str, Sequence[pa.Table]]:
+        """As `taken`, of records that have one of the keys."""
+        known = pc.and_(
+            pc.is_in(self.letters.records.keys, keys), self.letters.records.keys.is_valid()
+        )
+
+        def chosen(batch: pa.Table) -> pa.Table:
+            numbers = self._numbers(batch.column(SEQ).combine_chunks().to_numpy())
+            return batch.filter(known.take(pa.array(numbers)))
+
+        return {table: [chosen(b) for b in batches] for table, batches in self._batches.items()}
+
     def leaving(self) -> Mask:
         """The letters that do not stay in their table."""
         gone = np.ones(len(self._offsets), dtype=np.bool_)
@@ -425,11 +446,11 @@ class _Verdicts:
         )
 
 
-def _all_taken(verdicts: Sequence[_Verdicts]) -> dict[str, pa.Table]:
-    """The changes of each table that takes any of the letters."""
+def _all_taken(taken: Iterable[Mapping[str, Sequence[pa.Table]]]) -> dict[str, pa.Table]:
+    """The changes of each table that takes any of the letters, of all partitions."""
     batches: dict[str, list[pa.Table]] = {}
-    for each in verdicts:
-        for table, found in each.taken().items():
+    for each in taken:
+        for table, found in each.items():
             batches.setdefault(table, []).extend(found)
     return {
         table: pa.concat_tables(found, promote_options="permissive")

@@ -199,8 +199,9 @@ class TableChanges:
     """The tables that records are for, and what is not there yet.
 
     With `only` no other tables are looked at, and in them only changes that it chooses. Records
-    that cannot be taken are passed over then: they are dead letters already. `letters_of` names the
-    table of a table's letters. With `by_time` times order the changes of a key, else offsets.
+    that cannot be taken are passed over then: they are dead letters already, and `passed_over` has
+    their keys. `letters_of` names the table of a table's letters. With `by_time` times order the
+    changes of a key, else offsets.
     """
 
     def __init__(
@@ -212,6 +213,7 @@ class TableChanges:
         self._rows: dict[str, TableRows] = {}
         self._held: dict[str, HeldBack] = {}
         self.only: Mapping[str, Callable[[pa.Table], Mask]] | None = None
+        self.passed_over: list[pa.Array] = []
         self.letters_of = dead_letters.table_of
         self.by_time = not reading.keyed
         self.missing: dict[str, TableShape] = {}
@@ -398,9 +400,12 @@ class TableChanges:
         self, table: str, where: Range, records: Records, reasons: Mapping[int, str]
     ) -> Iterator[tuple[str, pa.Table]]:
         """Rejected records as dead letters of a table; an error where these are not wanted."""
-        if not reasons or self.only is not None:
+        if not reasons:
             return
         places = np.array(sorted(reasons), dtype=np.int64)
+        if self.only is not None:
+            self.passed_over.append(records.keys.take(pa.array(places)))
+            return
         offsets = records.offsets[places].tolist()
         texts = [reasons[place] for place in places.tolist()]
         if not self._reading.dead_letters:

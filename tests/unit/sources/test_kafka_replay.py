@@ -134,6 +134,15 @@ def test_a_letter_that_compaction_took_from_the_log_was_overtaken(log):
     assert one.learned().taken == 2
 
 
+def test_a_letter_that_was_overtaken_by_what_cannot_be_taken_is_not_lost(log):
+    """E10, Mend h5: compaction keeps the newest record of a key, although no table takes it."""
+    log({9: row(1, "text"), 12: row(2, "text"), 13: row(2, 13), 14: (None, "no key, no row")})
+    one = split({3: row(1, 3), 4: row(2, 4), 5: row(3, 5)}, end=15)
+    changes = outcome(one)
+    assert [(r[SEQ], r["id"], r["v"]) for r in changes["t"]] == [(3, 1, 3), (4, 2, 4), (13, 2, 13)]
+    assert [r["position"] for r in changes[LETTERS]] == ["t/0/3", "t/0/4", "t/0/5"]
+
+
 def test_without_a_key_the_letters_alone_are_added(log):
     """E10: nothing is read from the log."""
     changes = outcome(split({3: row(1, 3), 4: row(2, 4)}, end=None, envelope="none"), Targets(()))
