@@ -32,6 +32,11 @@ SHAPE = TableShape(
 _MICROSECONDS = 1000
 
 
+Spans = Sequence[tuple[str, str]]
+"""First and last positions, both included. A span holds positions that are as long as its ends:
+among texts of one length the order is that of the offsets in them."""
+
+
 class LetterBox(Protocol):
     """The letters that a destination holds, as of any of its snapshots."""
 
@@ -43,8 +48,8 @@ class LetterBox(Protocol):
         """Position, size in bytes and time (`at`) of each letter, ordered by position."""
         ...
 
-    def read(self, table: str, snapshot_id: int, first: str, last: str) -> pa.Table:
-        """The letters from one position to another, both included, ordered by position."""
+    def read(self, table: str, snapshot_id: int, spans: Spans) -> pa.Table:
+        """The letters whose positions lie in one of the spans, ordered by position."""
         ...
 
 

@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import reduce
-from operator import add, and_
+from operator import add, and_, or_
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql.classic.column import Column as ClassicColumn
 from pyspark.sql.functions import (
     broadcast,
+    char_length,
     coalesce,
     col,
     count,
@@ -315,18 +316,27 @@ def _refuse_larger(rows: DataFrame, bytes_max: int) -> None:
 
 
 def staged_rows(
-    spark: SparkSession, staged: str, columns: Mapping[str, str], between: tuple[str, str, str]
+    spark: SparkSession,
+    staged: str,
+    columns: Mapping[str, str],
+    name: str,
+    spans: Sequence[tuple[str, str]],
 ) -> pa.Table:
     """Rows staged under a name: columns by SQL expressions, ordered by the first of them.
 
-    `between` is a staged column and the least and the greatest value of it that are wanted.
+    `name` is a staged column of texts. A row is wanted when its text lies in one of the spans and
+    is as long as the span's ends; without spans all are.
     """
     spark.sparkContext.setLocalProperty("spark.job.description", "staged rows")
-    name, least, greatest = between
+    text = col(name)
+    inside = [
+        text.between(least, greatest) & (char_length(text) == len(least))
+        for least, greatest in spans
+    ]
     try:
         rows = spark.read.format("iceberg").option("scan-task-set-id", staged).load(staged)
-        if least or greatest:
-            rows = rows.where(col(name).between(least, greatest))
+        if inside:
+            rows = rows.where(reduce(or_, inside))
         wanted = [expr(text).alias(alias) for alias, text in columns.items()]
         return rows.select(*wanted).orderBy(next(iter(columns))).toArrow()
     except PySparkException as error:

@@ -261,6 +261,17 @@ def test_letters_are_tried_in_bounded_groups(topics):
     assert stored(topics) == {0: 0, 1: -1, 2: -2, 3: -3, 4: 4, 5: 5, 6: 6, 7: 7}
 
 
+def test_letters_of_several_groups_are_applied_in_their_order(topics):
+    """E10, Mend h6: --as-is; of twelve letters of a key the last is the row."""
+    topics.create("orders", 1)
+    first, later = documents(topics, epoch_rows_max=5)
+    topics.send("orders", [change(1, "put", n) for n in range(12)])
+    topics.run(first)
+    [tried] = replay(topics, later, as_is=True)
+    assert tried.taken == 12
+    assert stored(topics) == {1: 11}
+
+
 def test_a_letter_belongs_to_the_table_that_refused_it(topics):
     """E10, K4: other tables have taken the record already."""
     topics.create("orders")

@@ -5,13 +5,14 @@ from collections.abc import Callable, Mapping
 import pyarrow as pa
 
 from icestream import dead_letters
+from icestream.dead_letters import Spans
 from icestream.errors import HistoryLost
 from icestream.iceberg.catalog import Table, staged_name
 from icestream.iceberg.rows import from_spark
 from icestream.schema import arrow_schema, schema_from_json
 from icestream.sinks.iceberg import IcebergSink
 
-ReadStaged = Callable[[str, Mapping[str, str], tuple[str, str, str]], pa.Table]
+ReadStaged = Callable[[str, Mapping[str, str], str, Spans], pa.Table]
 """Reads staged rows; `icestream.spark.staged_rows` on a Spark session."""
 
 
@@ -42,16 +43,16 @@ class IcebergLetterBox:
         schema = pa.schema(
             [(dead_letters.POSITION, pa.large_string()), ("size", pa.int64()), ("at", at)]
         )
-        return self._rows(handle, snapshot_id, columns, schema, ("", ""))
+        return self._rows(handle, snapshot_id, columns, schema, [])
 
-    def read(self, table: str, snapshot_id: int, first: str, last: str) -> pa.Table:
-        """The letters between two positions."""
+    def read(self, table: str, snapshot_id: int, spans: Spans) -> pa.Table:
+        """The letters whose positions lie in spans."""
         handle = self._handle(table)
         names = _staged_names(handle)
         columns = {column.name: names[column.name] for column in dead_letters.SHAPE.columns}
         fields = arrow_schema(schema_from_json(handle.schema_json()))
         schema = pa.schema([(name, fields.field(name).type) for name in columns])
-        return self._rows(handle, snapshot_id, columns, schema, (first, last))
+        return self._rows(handle, snapshot_id, columns, schema, spans)
 
     def _handle(self, table: str) -> Table:
         handle = self._sink.existing(table)
@@ -69,13 +70,13 @@ class IcebergLetterBox:
         snapshot_id: int,
         columns: Mapping[str, str],
         schema: pa.Schema,
-        between: tuple[str, str],
+        spans: Spans,
     ) -> pa.Table:
         with handle.staged(self._sink.branch, {}, snapshot_id) as staged:
             if staged is None:
                 return schema.empty_table()
             position = columns[dead_letters.POSITION]
-            found = self._read(staged, columns, (position, *between))
+            found = self._read(staged, columns, position, spans)
         arrays = [from_spark(found.column(field.name), field.type) for field in schema]
         return pa.table(arrays, schema=schema)
 

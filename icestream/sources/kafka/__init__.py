@@ -62,6 +62,7 @@ from icestream.sources.kafka.replay import (
     by_partition,
     first_letters,
     groups,
+    order,
     places,
     together,
 )
@@ -391,7 +392,7 @@ class KafkaSource(Source):
             if snapshot_id is None or known is None or not known.num_rows:
                 continue
             self._refuse_letters(name, known, durable, as_is)
-            sizes = known.column("size").to_numpy()
+            sizes = known.column("size").take(order(known)).to_numpy()
             found += [
                 LetterGroup(table=name, snapshot_id=snapshot_id, start=start, end=end, as_is=as_is)
                 for start, end in groups(sizes, self._budget.rows, bytes_max)
@@ -938,9 +939,7 @@ class KafkaSource(Source):
 
     def _letter_rows(self, group: LetterGroup) -> pa.Table:
         known = self._box().positions(group.table, group.snapshot_id)
-        names = known.column(dead_letters.POSITION)
-        first, last = names[group.start].as_py(), names[group.end - 1].as_py()
-        return self._box().read(group.table, group.snapshot_id, first, last)
+        return self._box().read(group.table, group.snapshot_id, group.spans(known))
 
     def _letter_split(
         self,

@@ -47,14 +47,18 @@ GROUP_BYTES_MAX = 64 * 1024**2
 REPLAYED = "/replayed "
 _POSITION = r"^(?P<topic>.+)/(?P<partition>[0-9]+)/(?P<offset>[0-9]+)$"
 _MICROSECONDS = 1000
+# Bits of a position.
+_AS_IS, _BY_OFFSET = 1, 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LetterGroup:
-    """Letters that are tried in one epoch: a span of a table's letters, ordered by position.
+    """Letters that are tried in one epoch: from one of a table's letters to another, in order.
 
     They are named by a snapshot, so that the epoch is read again as it was even when the letters
-    have left the table. `as_is` applies the letters without a look at the log.
+    have left the table. `as_is` applies the letters without a look at the log. `by_offset` says
+    that letters of a partition are counted in the order of their offsets. Older versions counted
+    them in the order of their texts: `t/0/10` came before `t/0/9`.
     """
 
     table: str
@@ -62,6 +66,7 @@ class LetterGroup:
     start: int
     end: int
     as_is: bool
+    by_offset: bool = True
 
     def after(self, lower: Frontier) -> Frontier:
         """The frontier of the epoch that tries them; the offsets stay where they are.
@@ -70,20 +75,38 @@ class LetterGroup:
         """
         name = REPLAYED + self.table
         number = lower[name][0] if lower[name] else 0
-        position = (number + 1, self.snapshot_id, self.start, self.end, int(self.as_is))
+        ways = _AS_IS * self.as_is | _BY_OFFSET * self.by_offset
+        position = (number + 1, self.snapshot_id, self.start, self.end, ways)
         return Frontier({**lower.positions, name: position})
 
     @staticmethod
     def at(name: str, position: Position) -> "LetterGroup":
         """The group of a frontier's position."""
-        _, snapshot_id, start, end, as_is = position
+        _, snapshot_id, start, end, ways = position
         return LetterGroup(
             table=name.removeprefix(REPLAYED),
             snapshot_id=snapshot_id,
             start=start,
             end=end,
-            as_is=bool(as_is),
+            as_is=bool(ways & _AS_IS),
+            by_offset=bool(ways & _BY_OFFSET),
         )
+
+    def spans(self, known: pa.Table) -> dead_letters.Spans:
+        """The spans of its letters among all that are known, which come in the order of texts."""
+        mine = _with_places(known)
+        if self.by_offset:
+            mine = mine.take(order(known))
+        mine = mine.slice(self.start, self.end - self.start)
+        lengths = pc.utf8_length(mine.column(dead_letters.POSITION))
+        ends = (
+            mine.append_column("length", lengths)
+            .group_by(["topic", "partition", "length"], use_threads=False)
+            .aggregate([(dead_letters.POSITION, "min"), (dead_letters.POSITION, "max")])
+        )
+        names = [f"{dead_letters.POSITION}_{end}" for end in ("min", "max")]
+        least, greatest = (ends.column(name).to_pylist() for name in names)
+        return list(zip(least, greatest, strict=True))
 
 
 def groups(sizes: Sequence[int], rows_max: int, bytes_max: int) -> list[tuple[int, int]]:
@@ -157,6 +180,18 @@ def places(positions: pa.Array) -> pa.Table:
             "offset": offset.cast(pa.int64()),
         }
     )
+
+
+def order(known: pa.Table) -> pa.Array:
+    """The numbers of letters, those of a partition in the order of their offsets."""
+    columns = ["topic", "partition", "offset", dead_letters.POSITION]
+    return pc.sort_indices(_with_places(known), [(name, "ascending") for name in columns])
+
+
+def _with_places(known: pa.Table) -> pa.Table:
+    """The positions of letters, and what they say."""
+    positions = known.column(dead_letters.POSITION).combine_chunks()
+    return places(positions).append_column(dead_letters.POSITION, positions)
 
 
 def first_letters(known: pa.Table) -> list[FirstLetter]:

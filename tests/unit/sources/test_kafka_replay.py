@@ -1,6 +1,7 @@
 """What dead letters that are tried again do, given a log that the test writes."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from icestream.frontier import Frontier
 from icestream.sources.kafka import replay
 from icestream.sources.kafka.consumer import Range
 from icestream.sources.kafka.envelope import ValueOptions
-from icestream.sources.kafka.replay import LetterGroup, LetterSplit, by_partition, groups
+from icestream.sources.kafka.replay import LetterGroup, LetterSplit, by_partition, groups, order
 from icestream.sources.kafka.route import Route
 from icestream.sources.kafka.rows import Records
 from icestream.sources.kafka.split import Keys, Reading
@@ -213,6 +214,23 @@ def test_an_epoch_of_letters_moves_no_offset():
     assert LetterGroup.at(name, at) == group
     again = group.after(upper)
     assert again.covers(upper) and again != upper
+
+
+def test_groups_follow_the_offsets_of_a_partition():
+    """E10, Mend h6: of two letters of a key the later one is tried later, and wins."""
+    texts = sorted([*(f"t/0/{n}" for n in range(8, 12)), "t/1/9", "made by hand"])
+    known = pa.table({"position": pa.array(texts, pa.large_string())})
+    in_order = [texts[n] for n in order(known).to_pylist()]
+    assert in_order == ["t/0/8", "t/0/9", "t/0/10", "t/0/11", "t/1/9", "made by hand"]
+    group = LetterGroup(table=LETTERS, snapshot_id=7, start=1, end=5, as_is=True)
+    assert group.spans(known) == [("t/0/9", "t/0/9"), ("t/0/10", "t/0/11"), ("t/1/9", "t/1/9")]
+    last = replace(group, start=5, end=6)
+    assert last.spans(known) == [("made by hand", "made by hand")]
+    # As an older version counted them: by their texts.
+    ((name, at),) = group.after(Frontier()).positions.items()
+    older = LetterGroup.at(name, (*at[:-1], 1))
+    assert older == replace(group, by_offset=False)
+    assert older.spans(known) == [("t/0/10", "t/0/11"), ("t/0/8", "t/0/9")]
 
 
 def test_letters_that_change_are_found_by_their_position():

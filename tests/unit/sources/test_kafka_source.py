@@ -110,8 +110,12 @@ class FakeLetters:
         found = sorted(self.tables[table])
         return pa.table({"position": found, "size": [1] * len(found), "at": self.at(found)})
 
-    def read(self, table, snapshot_id, first, last):
-        found = [text for text in sorted(self.tables[table]) if first <= text <= last]
+    def read(self, table, snapshot_id, spans):
+        found = [
+            text
+            for text in sorted(self.tables[table])
+            if any(first <= text <= last and len(text) == len(first) for first, last in spans)
+        ]
         nothing = pa.nulls(len(found), pa.binary())
         names = ["position", "error", "key", "payload", "at"]
         columns = [pa.array(found), pa.array(found), nothing, nothing, self.at(found)]
