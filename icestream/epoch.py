@@ -37,7 +37,8 @@ class Progress:
     `tables` counts the tables that take part in the epoch and `members` has their ids, so that a
     restart can tell an epoch that all of them carry from one that was cut short, and a table that
     lacks the epoch from one that was dropped since. `members` is empty in what older versions
-    wrote, and where somebody removed it. Epoch 0 means that no epoch was committed yet.
+    wrote, which named the tables otherwise, and where somebody removed it. Epoch 0 means that no
+    epoch was committed yet.
     `replaying` marks a table whose own frontier counts and not the pipeline's: it was rolled back
     and its operator asked for a replay. `schema_id` is the schema that the table had for the epoch:
     it decided which records became rows. `before` has the epochs that the pipeline's tables were at

@@ -8,7 +8,7 @@ for it publishes no epoch.
     both frontiers as JSON fit        icestream.lower, icestream.frontier
     packed they fit                   icestream.bounds
     else                              icestream.bounds-property names properties of the table
-    the pipeline's tables are few     icestream.epoch-members, icestream.epochs-before,
+    the pipeline's tables fit too     icestream.epoch-ids, icestream.epochs-before,
                                       icestream.table-names
     else                              these lie in the same properties
 
@@ -39,7 +39,8 @@ FRONTIER = "icestream.frontier"
 BOUNDS = "icestream.bounds"
 BOUNDS_PROPERTY = "icestream.bounds-property"
 EPOCH_TABLES = "icestream.epoch-tables"
-EPOCH_MEMBERS = "icestream.epoch-members"
+# Earlier versions wrote ids of another kind under `icestream.epoch-members`.
+EPOCH_IDS = "icestream.epoch-ids"
 EPOCHS_BEFORE = "icestream.epochs-before"
 TABLE_NAMES = "icestream.table-names"
 EPOCH_SCHEMA = "icestream.epoch-schema"
@@ -54,15 +55,13 @@ _HASH_SUFFIX = "-sha256"
 _FILE_KEYS = tuple(key + end for key in (LOWER, FRONTIER) for end in (_FILE_SUFFIX, _HASH_SUFFIX))
 KEYS = (
     *(PIPELINE, GENERATION, EPOCH, BATCH_ID, LOWER, FRONTIER, BOUNDS, BOUNDS_PROPERTY),
-    *(EPOCH_TABLES, EPOCH_MEMBERS, EPOCHS_BEFORE, TABLE_NAMES, EPOCH_SCHEMA, REPLAYING),
+    *(EPOCH_TABLES, EPOCH_IDS, EPOCHS_BEFORE, TABLE_NAMES, EPOCH_SCHEMA, REPLAYING),
     *_FILE_KEYS,
 )
 
-# What both frontiers may take in a summary, as a metadata file shows them. With everything else
-# that a snapshot adds to the metadata it stays below 2 KiB.
+# What both frontiers and the tables of a pipeline may take in a summary, as a metadata file shows
+# them. With everything else that a snapshot adds to the metadata it stays below 2 KiB.
 SUMMARY_BYTES_MAX = 1024
-# What the tables of a pipeline may take in a summary: some thirty of them.
-TABLES_BYTES_MAX = 720
 # Metastores take values of 4,000 characters.
 CHUNK_CHARACTERS = 3500
 # What all kept frontiers of a pipeline may take in a table's properties, but for the last two.
@@ -101,8 +100,10 @@ def to_entries(progress: Progress) -> Entries:
     members = " ".join(sorted(progress.members))
     before = " ".join(f"{name}:{number}" for name, number in sorted(progress.before.items()))
     names = " ".join(sorted(progress.names))
-    many = len(members) + len(before) + len(names) > TABLES_BYTES_MAX
-    kept = _kept(progress, f"{large_bounds},{members},{before},{names}" if many else large_bounds)
+    tables = (members, before, names)
+    shown = sum(len(json.dumps(text)) for text in (*bounds.values(), *tables))
+    many = any(tables) and shown > SUMMARY_BYTES_MAX
+    kept = _kept(progress, ",".join((large_bounds, *tables)) if many else large_bounds)
     entries = {
         PIPELINE: progress.pipeline,
         GENERATION: str(progress.generation),
@@ -112,7 +113,7 @@ def to_entries(progress: Progress) -> Entries:
         **kept.summary,
     }
     if members and not many:
-        entries[EPOCH_MEMBERS] = members
+        entries[EPOCH_IDS] = members
     if before and not many:
         entries[EPOCHS_BEFORE] = before
     if names and not many:
@@ -144,7 +145,7 @@ def from_summary(
         upper=upper,
         tables=int(summary[EPOCH_TABLES]),
         replaying=summary.get(REPLAYING) == "true",
-        members=frozenset(summary.get(EPOCH_MEMBERS, members).split()),
+        members=frozenset(summary.get(EPOCH_IDS, members).split()),
         schema_id=None if schema_id is None else int(schema_id),
         names=frozenset(summary.get(TABLE_NAMES, names).split()),
         before={

@@ -1022,7 +1022,7 @@ def in_process(rng: random.Random, stage: Stage, weather: Weather) -> Iterator[N
     modules = (icestream.pipeline, icestream.sinks.iceberg, commit)
     changed += [(m, "threading", threads) for m in modules if hasattr(m, "threading")]
     if weather.large_frontiers:
-        changed += [(summaries, "SUMMARY_BYTES_MAX", 1), (summaries, "TABLES_BYTES_MAX", 1)]
+        changed.append((summaries, "SUMMARY_BYTES_MAX", 1))
         if not weather.roll_back:
             # Only what is needed is kept.
             changed.append((summaries, "KEPT_BYTES_MAX", 1))

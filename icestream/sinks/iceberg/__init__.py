@@ -421,7 +421,10 @@ class IcebergSink:
         missing = {table: self._states[table] for table in tables if table not in targets}
         for table, target in self._each(missing, self._target).items():
             targets[table] = self._states[table].target = target
-        lacking = {t: state for t in tables if (state := self._lacks_letters(t, epoch))}
+        carriers = frozenset(self._carriers(epoch))
+        lacking = {
+            t: s for t in carriers.intersection(tables) if (s := self._lacks_letters(t, carriers))
+        }
         decided = {t: s for t, s in lacking.items() if t not in read_otherwise}
         targets.update(self._each(decided, self._target_of_epoch))
         return IcebergWriter(
@@ -937,10 +940,10 @@ class IcebergSink:
                 complete |= {other} if state.progress.table_id not in members else set()
         return complete
 
-    def _lacks_letters(self, table: str, epoch: Epoch) -> _TableState | None:
+    def _lacks_letters(self, table: str, carriers: Collection[str]) -> _TableState | None:
         """The state of a table that carries an epoch which its dead letters have yet to take."""
-        carriers, letters = self._carriers(epoch), self._states.get(dead_letters.table_of(table))
-        if table not in carriers or letters is None or dead_letters.table_of(table) in carriers:
+        letters = self._states.get(dead_letters.table_of(table))
+        if letters is None or dead_letters.table_of(table) in carriers:
             return None
         state = self._states[table]
         lacking = letters.progress.table_id in state.progress.members
