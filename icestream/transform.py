@@ -495,7 +495,7 @@ def _not_understood(table: str, error: AnalysisException, names: Sequence[str]) 
     unknown = error.getMessageParameters() or {}
     wanted = unknown.get("objectName", "").strip("`").replace("`.`", ".")
     exact = {name.lower(): name for name in names}
-    # What stands before a dot may be a struct, what stands behind it a column of `changes`.
+    # What stands before a dot may be a struct, what stands after it a column of `changes`.
     spellings = [wanted, wanted.partition(".")[0], wanted.partition(".")[2]]
     near = [n for s in spellings for n in difflib.get_close_matches(s.lower(), exact, n=1)]
     if "UNRESOLVED_COLUMN" in str(error.getCondition()):

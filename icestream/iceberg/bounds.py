@@ -63,7 +63,7 @@ def unpacked(text: str) -> tuple[Frontier, Frontier]:
         high = _summed(low or previous, high_length, reader)
         lowers[name], uppers[name] = low, high
         previous = high or low
-    check(reader.at_end, "packed frontiers have nothing behind their last number")
+    check(reader.at_end, "packed frontiers have nothing after their last number")
     return (
         Frontier({name: at for name, at in lowers.items() if at}),
         Frontier({name: at for name, at in uppers.items() if at}),

@@ -858,7 +858,7 @@ class Table:
         return kind.getMethod("get", None).invoke(None, None)
 
     def last_epoch_snapshot(self, pipeline: str, branch: str) -> int | None:
-        """The snapshot of the pipeline's last epoch: claims and foreign snapshots stand behind."""
+        """The snapshot of the pipeline's last epoch: claims and foreign snapshots come after it."""
         with self._readable():
             metadata = self._table.operations().current()
             snapshot = _latest(metadata, branch)

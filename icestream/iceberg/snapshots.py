@@ -133,7 +133,7 @@ class History:
         """The snapshots of the branch after the one with this sequence number, oldest first.
 
         None stands before the first. Raises `HistoryLost` when that one was expired and
-        `RolledBack` when the branch went back behind it.
+        `RolledBack` when the branch went back to before it.
         """
         if sequence_number is None:
             return self._from_first(branch)

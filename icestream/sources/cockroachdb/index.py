@@ -154,7 +154,7 @@ class PartitionIndex:
     def place(self, resolved: Position) -> tuple[int, int]:
         """Where reading up to a resolved timestamp ends, and where reading after it begins.
 
-        The first is behind the marker that says that all is there. The second may be earlier: it is
+        The first is after the marker that says that all is there. The second may be earlier: it is
         the first offset at which a row stands, or may stand, that is later than the timestamp.
         """
         number = bisect.bisect_left(self.markers, resolved, key=lambda marker: marker.resolved)

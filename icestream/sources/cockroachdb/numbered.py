@@ -28,7 +28,7 @@ _UNKNOWN = 2**62
 # A session has about one writer for each node; those of sessions that are over are here as well.
 IDLE_WRITERS_MAX = 128
 Needed = Mapping[int, tuple[int, int]]
-"""By writer: the first number that is needed, and the one behind the last."""
+"""By writer: the first number that is needed, and the one after the last."""
 
 
 @lru_cache(maxsize=4096)

@@ -7,7 +7,7 @@ A resolved timestamp is written to every partition, and says of that partition a
 new up to it will follow there. So R is complete once the last marker of each partition reaches it.
 
 Nothing else orders the records. Rows later than R may stand before R's marker, and what was
-delivered may be delivered again behind it. Hence an epoch reads each partition up to its marker,
+delivered may be delivered again after it. Hence an epoch reads each partition up to its marker,
 from the first place on where something later than the epoch before may stand, and takes rows by
 their own timestamps. A frontier holds both places beside R, so that an epoch can be read again,
 and a restart needs nothing else:
@@ -422,7 +422,7 @@ class CockroachdbTopics(Changefeed):
         self._indexes = indexes
 
     def _unindexed(self) -> dict[Partition, tuple[PartitionIndex, int]]:
-        """The partitions that have records behind what is indexed, and how far these go."""
+        """The partitions that have records after what is indexed, and how far these go."""
         found = {}
         for topic, number in self._partitions():
             index = self._indexes[partition_name(topic, number)]

@@ -11,7 +11,7 @@ million records of 280 bytes this takes a quarter of the processor time.
 Where a range ends is not told by a count: the last offsets may hold nothing, because they belong
 to aborted transactions, to the marks that end transactions, or to records that compaction took
 away. So reading goes on until the range's last offset was seen, or a later one, or the end of the
-log behind it.
+log after it.
 """
 
 import ctypes

@@ -152,7 +152,7 @@ class TimedGroup:
     def moved(self, now: Mapping[str, int], ends: Mapping[str, int], rows: int) -> dict[str, int]:
         """Offsets of a later common time, at most so many rows away.
 
-        What lies behind the span is left for later, unless it is little.
+        What lies after the span is left for later, unless it is little.
         """
         now, ends = ({name: each[name] for name in self.names} for each in (now, ends))
         small = min(SMALL_ROWS, rows)

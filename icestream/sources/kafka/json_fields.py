@@ -189,7 +189,7 @@ def _beginning_like(cells: Cells, spellings: Sequence[str]) -> Indices:
     """The strings, arrays and objects that may have one of these texts.
 
     Told by the length of strings, and by the three bytes that all of them begin with; what has a
-    blank behind its bracket may be any.
+    blank after its bracket may be any.
     """
     sizes = cells.ends - cells.starts
     fitting = (cells.kinds >= Kind.OBJECT) & (sizes >= len(b"[1]"))
