@@ -209,6 +209,7 @@ class Pipeline:
         self._named: Sequence[str] = ()
         self._unclaimed: Sequence[str] = ()
         self._rebuilt: frozenset[str] = frozenset()
+        self._left_alone: frozenset[str] = frozenset()
         self._freshness = metrics.FRESHNESS_SECONDS.labels(name)
         age = metrics.EPOCH_AGE_SECONDS.labels(name)
         age.set_function(lambda: time.monotonic() - self._durable_at)
@@ -261,7 +262,7 @@ class Pipeline:
     def _try_letters(self, table: str | None, as_is: bool) -> None:
         before = self._found()
         resume = resume_point(before)
-        behind = resume.unfinished or resume.replays
+        behind = resume.unfinished or self._fed(resume.replays)
         if not behind and not self._source.letters(resume.at, table, as_is):
             return
         self._take_over()
@@ -292,8 +293,9 @@ class Pipeline:
             self._source.position(resume.at) or "the beginning",
             extra={"pipeline": self.name, "epoch": resume.number},
         )
-        behind = {**self._without_history(progress), **resume.replays}
-        self._finish(resume, behind)
+        behind = {**self._without_history(progress), **self._fed(resume.replays)}
+        self._leave_alone(resume.replays.keys() - behind.keys())
+        self._finish(resume, {*behind, *self._left_alone})
         for table, mine in behind.items():
             self._replay(table, mine)
         self.health.become(State.RUNNING)
@@ -316,14 +318,14 @@ class Pipeline:
         """Whether a run would leave everything as it is; then it need not even claim the tables."""
         resume = resume_point(progress)
         self._durable = resume.at
-        behind = resume.unfinished or resume.replays or self._without_history(progress)
+        behind = resume.unfinished or self._fed(resume.replays) or self._without_history(progress)
         try:
             return not behind and not self._source.available(resume.at)
         except HistoryLost:
             # Another run may have moved on since the tables were read; a claim settles it.
             return False
 
-    def _finish(self, resume: Resume, behind: Mapping[str, Progress]) -> None:
+    def _finish(self, resume: Resume, behind: Collection[str]) -> None:
         """Bring an epoch that only some tables carry to the others, with the same bounds.
 
         Tables in `behind` lack more than this epoch: they get it in its turn, by their replay.
@@ -371,6 +373,25 @@ class Pipeline:
                 f"the source no longer has all of epoch {epoch.number}",
                 detail=f"{missing} tables lack it and the source has changes for {len(found)}.",
                 hint="Restore what was removed from the source, or build these tables anew.",
+            )
+
+    def _fed(self, replays: Mapping[str, Progress]) -> dict[str, Progress]:
+        """Of tables that lie behind those that the source has changes of, as things are now."""
+        return {table: mine for table, mine in replays.items() if self._source.feeds(table)}
+
+    def _leave_alone(self, tables: Collection[str]) -> None:
+        """Let tables that lie behind stay as they are: only a replay may bring them an epoch.
+
+        They left the configuration. Without their rows they would count as replayed, and what they
+        lack would never come.
+        """
+        self._left_alone = frozenset(tables)
+        for table in sorted(tables):
+            log.warning(
+                "table %s lies behind and is not fed now: it stays as it is, and is brought "
+                "forward once the source feeds it again",
+                table,
+                extra={"pipeline": self.name},
             )
 
     def _without_history(self, progress: Mapping[str, Progress]) -> dict[str, Progress]:
@@ -552,7 +573,7 @@ class Pipeline:
         if not due and not milestone:
             return False
         labels = self._source.summary(epoch)
-        named = sorted({table for split in splits for table in split.tables})
+        named = sorted({t for split in splits for t in split.tables} - self._left_alone)
         if milestone and len(named) == 1 and self._sink.heartbeat(epoch, labels, named[0]):
             return True
         return self._sink.heartbeat(epoch, labels)
@@ -570,14 +591,17 @@ class Pipeline:
         self,
         epoch: Epoch,
         splits: Sequence[Part],
-        takes_part: Callable[[str], bool] = lambda _: True,
-        looked_up: Callable[[str], bool] = lambda _: True,
+        takes_part: Callable[[str], bool] | None = None,
+        looked_up: Callable[[str], bool] | None = None,
     ) -> Written:
         """Have an epoch's files written, however many tries it takes within bounds.
 
         Tables that do not take part may be read and written to, but nothing of it is reported.
         Rows are looked up only in tables that stand where the epoch begins, or have just taken it.
+        By default both are all tables but those that are left alone.
         """
+        takes_part = takes_part or _all_but(self._left_alone)
+        looked_up = looked_up or _all_but(self._left_alone)
         emptied = frozenset(filter(takes_part, self._source.emptied(epoch)))
         named = {table for split in splits for table in split.tables} | emptied
         for _ in range(REWRITES_MAX):

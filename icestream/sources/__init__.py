@@ -268,6 +268,13 @@ class Source(Protocol):
         """The tables that can be named without asking where the changes come from."""
         return ()
 
+    def feeds(self, table: str) -> bool:
+        """Whether a table that the destination has gets its changes from here, as things are now.
+
+        One that lies behind and does not is left as it is: no epoch is brought to it.
+        """
+        return table in self.tables()
+
     @abstractmethod
     def shape(self, table: str) -> TableShape | None:
         """Columns and key for a table that must be created, known once it has splits.

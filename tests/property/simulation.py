@@ -313,6 +313,9 @@ class StreamSource(Source):
     def tables(self) -> Sequence[str]:
         return self._stream.tables if self._world.weather.tables_named else []
 
+    def feeds(self, table: str) -> bool:
+        return True
+
     def found(self, tables: Any) -> None:
         self._found |= {*tables}
 

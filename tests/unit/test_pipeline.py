@@ -88,6 +88,7 @@ class LogSource(Source):
         self.log, self.bounds, self.notes = log, list(bounds), notes
         self.called: dict[str, str] = {}
         self.named = True
+        self.left_out: set[str] = set()
         self.troubles: list[Exception] = []
         self.forgotten = 0
         self.closed = 0
@@ -95,7 +96,11 @@ class LogSource(Source):
         self.on_empty: Callable[[], None] = lambda: None
 
     def tables(self) -> Sequence[str]:
-        return sorted(self._tables_in(range(len(self.log))) - {"."}) if self.named else []
+        found = self._tables_in(range(len(self.log))) - {".", *self.left_out}
+        return sorted(found) if self.named else []
+
+    def feeds(self, table: str) -> bool:
+        return not self.named or super().feeds(table)
 
     def shape(self, table: str) -> TableShape | None:
         return dead_letters.SHAPE if table.endswith(dead_letters.SUFFIX) else SHAPE
@@ -120,7 +125,7 @@ class LogSource(Source):
         span = range(lower, epoch.upper["log"][0])
         return [
             LogSplit(table, tuple(at for at in span if table in self._tables_in([at])))
-            for table in sorted(self._tables_in(span) - {"."})
+            for table in sorted(self._tables_in(span) - {".", *self.left_out})
         ]
 
     def _tables_in(self, span: Iterable[int]) -> set[str]:
@@ -818,6 +823,51 @@ def test_a_rolled_back_table_without_changes_to_replay_is_settled():
     scene.run()
     assert scene.positions("b") == [1]
     assert "icestream.replaying" not in scene.history("b")[-1].summary
+
+
+def half_replayed() -> Scene:
+    """Table `a` lies behind `b`: its replay was cut short, or its operator has asked for one."""
+    scene = Scene("ababab" + "ab.", [2, 4, 6])
+    scene.carry("a", progress(1, 0, 2, 2, replaying=True), [0])
+    scene.carry("b", progress(3, 4, 6, 1), [1, 3, 5])
+    return scene
+
+
+def test_a_table_that_lies_behind_and_is_left_out_stays_there_until_it_is_put_back():
+    """E8, Mend, read F1: without its rows it must not count as replayed."""
+    scene = half_replayed()
+    scene.source.left_out = {"a"}
+    before = scene.lake.tables[name("a")]
+    scene.run()
+    assert scene.lake.tables[name("a")] is before
+    scene.source.bounds.append(8)
+    scene.run()
+    assert (scene.positions("a"), scene.positions("b")) == ([0], [1, 3, 5, 7])
+    scene.source.left_out = set()
+    scene.run()
+    assert (scene.positions("a"), scene.positions("b")) == ([0, 2, 4, 6], [1, 3, 5, 7])
+
+
+def test_a_table_that_is_fed_again_while_the_pipeline_runs_is_brought_forward_by_the_next_start():
+    """E8, Mend, read F1: new changes and heartbeats alone would hide what it lacks."""
+    scene = half_replayed()
+    scene.source.bounds += [8, 9]
+    # Its topic, say, is found a moment after the start.
+    scene.source.feeds = lambda table: table != "a"
+    scene.run(heartbeat_interval=1e-9)
+    assert (scene.positions("a"), scene.positions("b")) == ([0], [1, 3, 5, 7])
+    assert scene.history("b")[-1].summary["icestream.frontier"] == '{"log":[9]}'
+    scene.source.feeds = lambda table: True
+    scene.run()
+    assert (scene.positions("a"), scene.positions("b")) == ([0, 2, 4, 6], [1, 3, 5, 7])
+
+
+def test_tables_that_only_records_name_are_replayed_too():
+    """E8, Mend, read F1: nobody can list them, and the source says that it feeds them."""
+    scene = half_replayed()
+    scene.source.named = False
+    scene.run()
+    assert scene.positions("a") == [0, 2, 4]
 
 
 def test_a_table_that_was_added_later_is_caught_up_first():

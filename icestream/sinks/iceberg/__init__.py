@@ -474,9 +474,11 @@ class IcebergSink:
     def heartbeat(self, epoch: Epoch, labels: Mapping[str, str], table: str | None = None) -> bool:
         """Publish the frontier of an epoch without changes, in the first table by default.
 
-        Only in a table that the source feeds: one that left the configuration stays as it is.
+        Only in a table that the source feeds: one that left the configuration stays as it is, and
+        so does one that lies behind.
         """
-        where = table or min(filter(self._is_fed, list(self._states)), default=None)
+        up_to_date = [t for t, state in list(self._states.items()) if not state.progress.replaying]
+        where = table or min(filter(self._is_fed, up_to_date), default=None)
         if where not in self._states:
             return False
         self._make_known([where])

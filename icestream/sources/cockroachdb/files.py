@@ -397,6 +397,10 @@ class CockroachdbFiles(Changefeed):
         except SourceUnavailable:
             return list(self._options.tables)
 
+    def feeds(self, table: str) -> bool:
+        """Whether `tables` names it; the files that are known now may be the newest alone."""
+        return self._wanted(table)
+
     def shape(self, table: str) -> TableShape | None:
         """Columns and key from the rows of the table's first epoch; None if it only deletes."""
         if table not in self._shapes:

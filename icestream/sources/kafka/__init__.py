@@ -242,6 +242,10 @@ class KafkaSource(Source):
         named = self._options.topics if self._reading.route.by_topic() else ()
         return [*named, *self._reading.route.tables]
 
+    def feeds(self, table: str) -> bool:
+        """Whether its topic or the route names it; any table where records name theirs."""
+        return self._reading.route.by_records() or table in self.tables()
+
     def shape(self, table: str) -> TableShape | None:
         """What its records have shown so far."""
         return self._shapes.get(table)

@@ -108,6 +108,41 @@ def test_a_table_that_was_left_out_for_a_while_gets_what_came_meanwhile(shop, fi
     assert shop.snapshots("customers") == [[0], [1], [2], [3], [4]]
 
 
+class Crash(BaseException):
+    """The process is gone."""
+
+
+def test_a_table_that_is_left_out_while_it_lies_behind_gets_all_once_it_is_put_back(
+    shop, monkeypatch
+):
+    """C8, E8, Mend, read F1: its replay was cut short; without its rows it is not replayed."""
+    shop.round(0, *BOTH)
+    shop.run(*BOTH)
+    for number in (1, 2, 3):
+        shop.round(number, *BOTH)
+        shop.run("orders")
+    publish, published = IcebergSink._publish, []
+
+    def crashing(sink: IcebergSink, table: str, commit: Any) -> None:
+        if published:
+            raise Crash
+        published.append(table)
+        publish(sink, table, commit)
+
+    # A kill after the first of the three epochs that are replayed.
+    monkeypatch.setattr(IcebergSink, "_publish", crashing)
+    with pytest.raises(Crash):
+        shop.run(*BOTH)
+    monkeypatch.setattr(IcebergSink, "_publish", publish)  # the next run is not killed
+    assert shop.snapshots("customers") == [[0], [1]]
+    shop.round(4, *BOTH)
+    shop.run("orders")
+    shop.round(5, *BOTH)
+    shop.run(*BOTH)
+    assert shop.snapshots("customers") == [[0], [1], [2], [3], [4], [5]]
+    assert shop.snapshots("orders") == [[0], [1], [2], [3], [4], [5]]
+
+
 def test_a_table_that_comes_back_while_nothing_is_new_is_read_and_not_twice(shop):
     """C8, Mend f2: what it lacks lies before the frontier, and is brought once."""
     shop.round(0, *BOTH)

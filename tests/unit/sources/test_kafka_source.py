@@ -197,6 +197,20 @@ def test_the_size_of_records_is_learned(cluster):
     assert offsets(one.available(START)[0]) == {"0": 10}
 
 
+@pytest.mark.parametrize(
+    ("route", "fed"),
+    [
+        (Route(), {"t"}),
+        (Route(field="f", tables={"a": "x"}), {"a"}),
+        (Route(field="f"), {"t", "a", "b"}),
+    ],
+)
+def test_a_source_tells_which_tables_it_feeds(cluster, route, fed):
+    """E8, Mend, read F1: where records name their tables it may be any of them."""
+    one = source(route=route)
+    assert {table for table in ("t", "a", "b") if one.feeds(table)} == fed
+
+
 def test_an_epoch_that_was_too_large_is_cut_where_it_was(cluster):
     """E9: an outlier is not in the average."""
     one = source()
