@@ -423,9 +423,17 @@ def _by_bucket(table: str, changes: pa.Table, batch: int, task: Task) -> Iterato
 
 
 def _hashes(changes: pa.Table, key: Sequence[str], buckets: int) -> np.ndarray:
-    keys = changes.select(list(key)).to_pandas()
+    # Next to a null, pandas would make a whole number a float, with another hash.
+    columns = {name: _without_nulls(changes.column(name)) for name in key}
+    keys = pa.table(columns).to_pandas()
     hashes: np.ndarray = pd.util.hash_pandas_object(keys, index=False).to_numpy()
     return hashes % np.uint64(buckets)
+
+
+def _without_nulls(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    if pa.types.is_integer(column.type) or pa.types.is_boolean(column.type):
+        return pc.fill_null(column, pa.scalar(0).cast(column.type))
+    return column
 
 
 def _typed_work(task: Task) -> Iterator[pa.RecordBatch]:

@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from py4j.protocol import Py4JError, Py4JJavaError, Py4JNetworkError
 from pyiceberg.types import IcebergType, PrimitiveType
@@ -142,12 +142,20 @@ class WriteTarget:
     spec_json: str
     global_spec_id: int
     one_spec: bool
-    sort_columns: Sequence[tuple[str, bool]]
+    sort_columns: Sequence["SortColumn"]
     sort_order_id: int
     properties: Mapping[str, str]
     io_properties: Mapping[str, str]
     equality_columns: Sequence[str]
     source_schema_json: str = ""
+
+
+class SortColumn(NamedTuple):
+    """A column of a table's sort order."""
+
+    name: str
+    ascending: bool
+    nulls_first: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -1113,14 +1121,16 @@ def _data_location(location: str, properties: Mapping[str, str]) -> str:
     return properties.get("write.data.path", f"{location.rstrip('/')}/data").rstrip("/")
 
 
-def _plain_sort_columns(schema: Any, order: Any) -> list[tuple[str, bool]]:
-    """The order's columns and whether they ascend; none when it sorts by a transform."""
+def _plain_sort_columns(schema: Any, order: Any) -> list[SortColumn]:
+    """The order's columns; none when it sorts by a transform."""
     columns = []
     for sort_field in order.fields():
         if str(sort_field.transform()) != "identity":
             return []
         name = schema.findColumnName(sort_field.sourceId())
-        columns.append((str(name), str(sort_field.direction()) == "asc"))
+        ascending = str(sort_field.direction()) == "asc"
+        nulls_first = sort_field.nullOrder().name() == "NULLS_FIRST"
+        columns.append(SortColumn(str(name), ascending, nulls_first))
     return columns
 
 

@@ -30,7 +30,9 @@ from pyiceberg.schema import Schema
 from pyiceberg.types import (
     DateType,
     PrimitiveType,
+    TimestampNanoType,
     TimestampType,
+    TimestamptzNanoType,
     TimestamptzType,
     UUIDType,
 )
@@ -45,7 +47,7 @@ _TARGET_FILE_BYTES = 512 * 1024 * 1024
 _ROW_GROUP_BYTES = 128 * 1024 * 1024
 _PAGE_BYTES = 1024 * 1024
 _DICTIONARY_BYTES = 2 * 1024 * 1024
-_NUMBERED = (DateType, TimestampType, TimestamptzType)
+_NUMBERED = (DateType, TimestampType, TimestamptzType, TimestampNanoType, TimestamptzNanoType)
 # Code points that no text may hold.
 _SURROGATES = range(0xD800, 0xE000)
 
@@ -220,7 +222,8 @@ def _metrics(
     for field_id, column in plan.items():
         if column.iceberg_type == UUIDType():
             plan[field_id] = replace(column, mode=none)
-    # Python has no date before the year 1 or after 9999: these bounds stay numbers.
+    # Python has no date before the year 1 or after 9999, and no nanoseconds: these bounds stay
+    # numbers.
     counts = match_metrics_mode("counts")
     numbered = {
         field_id: column.iceberg_type

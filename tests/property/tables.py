@@ -16,7 +16,7 @@ from pyiceberg.partitioning import PartitionField, PartitionSpec
 from pyiceberg.schema import Schema
 from pyiceberg.transforms import Transform
 
-from icestream.iceberg.catalog import WriteTarget
+from icestream.iceberg.catalog import SortColumn, WriteTarget
 from icestream.iceberg.files import DATA, FileClosed
 from icestream.sinks.iceberg.writer import IcebergWriter
 
@@ -34,7 +34,7 @@ class LocalTable:
     terms: Sequence[tuple[str, Transform[Any, Any]]] = ()
     properties: Mapping[str, str] = field(default_factory=dict)
     one_spec: bool = True
-    sort_columns: Sequence[tuple[str, bool]] = ()
+    sort_columns: Sequence[SortColumn] = ()
     commits: list[list[FileClosed]] = field(default_factory=list)
 
     def target(self) -> WriteTarget:

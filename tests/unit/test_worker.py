@@ -22,6 +22,7 @@ from icestream.worker import (
     Outcome,
     Typed,
     Unready,
+    _hashes,
     _write_typed,
     describe,
     map_tasks,
@@ -167,6 +168,15 @@ def test_a_table_with_a_single_split_needs_no_shuffle(tmp_path):
     local = table(tmp_path)
     run(local, ListSplit(batches=[[(1, 1, 1)], [(2, 2, 2)]]))
     assert shards(local) == {"00000"}
+
+
+def test_a_key_has_one_bucket_whatever_its_batch_holds():
+    """I8, Mend h10: a null beside a whole number does not change where the number belongs."""
+    for kind, value in ((pa.int64(), 2**60 + 1), (pa.bool_(), True), (pa.string(), "x")):
+        alone = pa.table({"k": pa.array([value], kind)})
+        beside = pa.table({"k": pa.array([value, None], kind)})
+        found = [_hashes(each, ["k"], 1 << 30)[0] for each in (alone, beside)]
+        assert found[0] == found[1], kind
 
 
 def test_rows_without_a_key_need_no_shuffle(tmp_path):

@@ -35,7 +35,7 @@ from pyiceberg.types import IcebergType, NestedField, StructType
 
 from icestream.change import AT, BEFORE, OP, SEQ, fold
 from icestream.errors import SchemaRejected
-from icestream.iceberg.catalog import WriteTarget
+from icestream.iceberg.catalog import SortColumn, WriteTarget
 from icestream.iceberg.files import DATA, EQUALITY_DELETES, Closed, FileClosed, ParquetFolder
 from icestream.names import TableNames
 from icestream.schema import arrow_schema, calendar_day, renamed_type, schema_from_json
@@ -362,9 +362,20 @@ def partition_value(value: Any, result_type: str, field_id: str, spec: Partition
     return str(value)
 
 
-def _sorted(rows: pa.Table, columns: Sequence[tuple[str, bool]]) -> pa.Table:
+def _sorted(rows: pa.Table, columns: Sequence[SortColumn]) -> pa.Table:
+    """The rows in the table's order; to Iceberg not-a-number is greater than any number."""
     if not columns:
         return rows
-    keys = [(name, "ascending" if ascending else "descending") for name, ascending in columns]
-    plain = pa.table({name: _plain(_column(rows, [name])) for name, _ in columns})
-    return rows.take(pc.sort_indices(plain, sort_keys=keys))
+    keys: list[tuple[pa.Array, bool]] = []
+    for name, ascending, nulls_first in columns:
+        values = _plain(_column(rows, [name]))
+        keys.append((pc.is_null(values), not nulls_first))
+        if pa.types.is_floating(values.type):
+            keys.append((pc.fill_null(pc.is_nan(values), False), ascending))
+        keys.append((values, ascending))
+    plain = pa.table([values for values, _ in keys], names=list(map(str, range(len(keys)))))
+    order = [
+        (str(number), "ascending" if ascending else "descending")
+        for number, (_, ascending) in enumerate(keys)
+    ]
+    return rows.take(pc.sort_indices(plain, sort_keys=order))

@@ -17,7 +17,9 @@ from pyiceberg.types import (
     LongType,
     NestedField,
     StringType,
+    TimestampNanoType,
     TimestampType,
+    TimestamptzNanoType,
     TimestamptzType,
     UUIDType,
 )
@@ -261,6 +263,19 @@ def test_bounds_of_text_are_truncated_and_still_bounds(tmp_path):
     upper = bytes.fromhex(metric(closed, "upper-bounds")[4]).decode()
     assert (len(lower), len(upper)) == (16, 16)
     assert lower <= low < high <= upper
+
+
+@pytest.mark.parametrize("kind", [TimestampNanoType(), TimestamptzNanoType()], ids=str)
+def test_bounds_of_nanoseconds_are_whole(kind, tmp_path):
+    """I12, Mend h7: readers with a filter pass over files by their bounds."""
+    schema = Schema(NestedField(field_id=1, name="t", field_type=kind, required=False))
+    fields = arrow_schema(schema)
+    moments = [1_700_000_000_123_456_789, 1_700_000_000_123_456_001, None]
+    table = pa.table([pa.array(moments, pa.int64()).cast(fields.field("t").type)], schema=fields)
+    (closed,) = ParquetFolder(str(tmp_path), {}, {}).write(table, schema, DATA, 0)
+    lower, upper = metric(closed, "lower-bounds"), metric(closed, "upper-bounds")
+    assert bytes.fromhex(lower[1]) == struct.pack("<q", 1_700_000_000_123_456_001)
+    assert bytes.fromhex(upper[1]) == struct.pack("<q", 1_700_000_000_123_456_789)
 
 
 def test_bounds_of_dates_that_python_has_not(tmp_path):

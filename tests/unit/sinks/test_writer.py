@@ -39,6 +39,7 @@ from pyiceberg.types import (
 
 from icestream.change import AT, BEFORE, OP, SEQ, Op
 from icestream.errors import SchemaRejected
+from icestream.iceberg.catalog import SortColumn
 from icestream.iceberg.files import DATA, EQUALITY_DELETES, FileClosed
 from icestream.schema import arrow_schema
 from icestream.sinks.iceberg import writer
@@ -192,12 +193,39 @@ def test_a_required_column_without_a_value_is_refused(tmp_path):
 
 def test_rows_are_sorted_by_the_tables_order(tmp_path):
     """I10: the sort order of the table is kept within a file and reported."""
-    local = table(tmp_path, sort_columns=[("amount", False), ("id", True)])
+    local = table(
+        tmp_path, sort_columns=[SortColumn("amount", False, False), SortColumn("id", True, True)]
+    )
     data, deletes = local.write(
         changes({"id": 3, "amount": 1}, {"id": 1, "amount": 2}, {"id": 2, "amount": 2})
     )
     assert pq.read_table(data.path).column("id").to_pylist() == [1, 2, 3]
     assert (data.sort_order_id, "sort-order-id" in deletes.content_json()) == (4, False)
+
+
+@pytest.mark.parametrize(
+    ("ascending", "nulls_first", "order"),
+    [
+        (True, True, [2, 5, 1, 4, 3]),
+        (True, False, [5, 1, 4, 3, 2]),
+        (False, True, [2, 3, 4, 1, 5]),
+        (False, False, [3, 4, 1, 5, 2]),
+    ],
+)
+def test_nulls_and_what_is_no_number_have_their_place_in_the_order(
+    ascending, nulls_first, order, tmp_path
+):
+    """I10, Mend h10: the order that is reported is the order of the rows."""
+    schema = Schema(
+        NestedField(1, "id", LongType(), required=True),
+        NestedField(2, "x", DoubleType(), required=False),
+    )
+    order_by = [SortColumn("x", ascending, nulls_first)]
+    local = LocalTable(folder=tmp_path, schema=schema, key=["id"], sort_columns=order_by)
+    values = [1.0, None, float("nan"), 3.0, -1.0]
+    rows = changes(*({"id": n} for n in range(1, 6)), op=Op.INSERT).select([OP, AT, SEQ, "id"])
+    (data,) = local.write(rows.append_column("x", pa.array(values)))
+    assert pq.read_table(data.path).column("id").to_pylist() == order
 
 
 MOMENT = datetime(2020, 1, 2, 3, 4, 5, 6)
@@ -420,7 +448,9 @@ def test_sorting_by_a_uuid_works(tmp_path):
         NestedField(1, "id", LongType(), required=True),
         NestedField(2, "u", UUIDType(), required=False),
     )
-    local = LocalTable(folder=tmp_path, schema=schema, key=["id"], sort_columns=[("u", True)])
+    local = LocalTable(
+        folder=tmp_path, schema=schema, key=["id"], sort_columns=[SortColumn("u", True, True)]
+    )
     rows = changes({"id": 1}, {"id": 2}, op=Op.INSERT).select([OP, AT, SEQ, "id"])
     ids = [uuid.UUID(int=9), uuid.UUID(int=3)]
     (data,) = local.write(rows.append_column("u", column_of(UUIDType(), ids)))
