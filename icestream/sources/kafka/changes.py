@@ -266,6 +266,14 @@ def shape_of(
     return TableShape(columns=found.columns, key=list(key)), found.rejected
 
 
+def replacing(changes: pa.Table) -> pa.Table:
+    """The changes without promises that a key is new: its row may be there by another record."""
+    ops = changes.column(OP).combine_chunks()
+    insert, upsert = pa.scalar(int(Op.INSERT), pa.int8()), pa.scalar(int(Op.UPSERT), pa.int8())
+    place = changes.column_names.index(OP)
+    return changes.set_column(place, OP, pc.if_else(pc.equal(ops, insert), upsert, ops))
+
+
 def not_stored(column: str) -> str:
     """The reason for a change whose value is neither sent nor found."""
     return (

@@ -74,8 +74,9 @@ class ValueOptions:
     operations: Mapping[str, str] = field(
         default_factory=dict,
         metadata={
-            "doc": "What that member's texts mean: `insert`, `update` or `delete`. By default "
-            "I, U, D, c, r, u, d and the words themselves are known."
+            "doc": "What that member's texts mean: `insert`, `update` or `delete`. An insert "
+            "promises that the row is new. By default I, U, D, c, r, u, d and the words themselves "
+            "are known, and all but deletes replace the row if it is there."
         },
     )
     key: Sequence[str] = field(

@@ -31,6 +31,7 @@ from icestream.change import OP, SEQ, Op
 from icestream.errors import IcestreamError
 from icestream.frontier import Frontier, Position
 from icestream.sources import LettersTried, Targets, ValuesNeeded, joined_needs
+from icestream.sources.kafka.changes import replacing
 from icestream.sources.kafka.consumer import Range, read_range
 from icestream.sources.kafka.rows import Indices, Mask, Records
 from icestream.sources.kafka.split import (
@@ -345,7 +346,7 @@ class LetterSplit:
         taken = _all_taken(each.taken() for each in verdicts)
         if self.logs is None:
             for table, batch in taken.items():
-                yield table, _replacing(batch) if targets.key(table) else batch
+                yield table, replacing(batch) if targets.key(table) else batch
             return
         for table, batch in taken.items():
             # Compaction takes deletes out of the log too, although nothing may have followed them.
@@ -358,11 +359,11 @@ class LetterSplit:
         }
         logged = chain.from_iterable(self._logged(log, tables) for log in self.logs)
         for table, batch in chain(logged, tables.completed()):
-            yield table, _replacing(batch)
+            yield table, replacing(batch)
         tables.refuse_unready()
         keys = pa.chunked_array(tables.passed_over, pa.binary()).unique()
         for table, batch in _all_taken(each.of_records(keys) for each in verdicts).items():
-            yield table, _replacing(batch)
+            yield table, replacing(batch)
 
     def _logged(self, log: Range, tables: TableChanges) -> Iterator[tuple[str, pa.Table]]:
         newest = -1
@@ -537,14 +538,6 @@ class _Keys:
         column = _plain(changes.column(self._key[number]))
         found = pc.fill_null(pc.index_in(column, value_set=self._values[number]), -1)
         return np.asarray(found.combine_chunks().to_numpy(), dtype=np.int64)
-
-
-def _replacing(changes: pa.Table) -> pa.Table:
-    """The changes without promises that a key is new: its row may have come by a later record."""
-    ops = changes.column(OP).combine_chunks()
-    insert, upsert = pa.scalar(int(Op.INSERT), pa.int8()), pa.scalar(int(Op.UPSERT), pa.int8())
-    place = changes.column_names.index(OP)
-    return changes.set_column(place, OP, pc.if_else(pc.equal(ops, insert), upsert, ops))
 
 
 def _paired(codes: Indices, others: Indices) -> Indices:

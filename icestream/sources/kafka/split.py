@@ -20,7 +20,7 @@ from icestream import dead_letters
 from icestream.errors import DataRejected
 from icestream.schema import Column, SchemaGap, TableShape, joined_columns, joined_shapes
 from icestream.sources import Need, SplitsLost, TablesUnready, Targets, ValuesNeeded
-from icestream.sources.kafka.changes import TableRows, not_stored, ordered, shape_of
+from icestream.sources.kafka.changes import TableRows, not_stored, ordered, replacing, shape_of
 from icestream.sources.kafka.consumer import Range, read_range
 from icestream.sources.kafka.envelope import WHOLE_ROWS, ValueOptions
 from icestream.sources.kafka.formats import decoded
@@ -96,6 +96,14 @@ class Reading:
     def only_added(self) -> bool:
         """Whether every record is a new row, whatever was there."""
         return self.value.envelope == "none"
+
+    def promises_new_rows(self, topic: str) -> bool:
+        """Whether the row of an insert is a new one.
+
+        Snapshots and retries repeat inserts: only who names them in `operations` promises that they
+        do not. Where records may be rejected, the delete before an insert may have been.
+        """
+        return bool(self.value_of(topic).operations) and not self.dead_letters
 
     @property
     def may_withhold(self) -> bool:
@@ -309,6 +317,8 @@ class TableChanges:
         offsets = records.offsets[places]
         order = (at[places], offsets) if self.by_time else (offsets, offsets)
         batch, withheld = ordered(found.batch, *order), found.withheld
+        if self._targets.key(table) and not self._reading.promises_new_rows(where.topic):
+            batch = replacing(batch)
         if self.only is not None:
             chosen = self.only[table](batch)
             batch, places = batch.filter(pa.array(chosen)), places[chosen]

@@ -7,6 +7,7 @@ import pytest
 from pyiceberg.types import BinaryType, LongType, StringType
 
 from icestream import dead_letters
+from icestream.change import OP, Op
 from icestream.errors import DataRejected
 from icestream.schema import Column, TableShape, distinct_columns, grown, new_schema
 from icestream.sources import TablesUnready
@@ -61,6 +62,27 @@ def test_deletes_are_never_dropped_because_their_table_is_not_there_yet():
     """E3, E5: an epoch before it, on its way at the same time, may hold the rows they delete."""
     shape = lacking(UPSERT, records(({"id": 1}, None), ({"id": 2}, None))).shapes["t"]
     assert [column.name for column in shape.columns] == ["id"]
+
+
+@pytest.mark.parametrize(
+    ("named", "letters", "op"),
+    [
+        ({"c": "insert"}, False, Op.INSERT),
+        ({"c": "insert"}, True, Op.UPSERT),
+        ({}, False, Op.UPSERT),
+        ({}, True, Op.UPSERT),
+    ],
+)
+def test_an_insert_replaces_the_row_unless_somebody_promised_that_it_is_new(named, letters, op):
+    """K3, Mend h9: snapshots repeat inserts, and the delete before one may be a dead letter."""
+    value = ValueOptions(envelope="cdc_field", cdc_field="v", operations=named)
+    split = split_of(
+        {("t", 0): [records(({"id": 1}, {"id": 1, "v": "c"}))]},
+        reading(value=value, dead_letters=letters),
+    )
+    destination = Destination(t=shape(v=StringType()))
+    ((_, batch),) = split.changes(destination)
+    assert batch.column(OP).to_pylist() == [op]
 
 
 def shape(**more: Any) -> TableShape:
