@@ -65,8 +65,10 @@ from icestream.sources.cockroachdb.hlc import (
 )
 from icestream.sources.cockroachdb.numbered import (
     FOLDER,
+    FORGOTTEN,
     Numbered,
     Numbers,
+    beginning,
     remembered,
     writer_of,
 )
@@ -380,12 +382,14 @@ class CockroachdbFiles(Changefeed):
         # Tables that were read in this run up to what is asked for next, and only had deletes.
         self._without_rows: set[str] = set()
         self._published: Position | None = None
+        # A listing of everything, kept while a start asks for one table after the other.
+        self._whole: _Listing | None = None
         self._filesystem, self._folder = filesystem(options.files, options.storage)
 
     def tables(self) -> Sequence[str]:
         """The tables that the folder has files of."""
         if not self._files:
-            listing = self._list(())
+            listing = self._everything()
             self._files, self._markers = listing.files, listing.markers
         found = sorted({file.topic for file in self._files.values()})
         return [topic for topic in found if self._wanted(topic)]
@@ -414,27 +418,35 @@ class CockroachdbFiles(Changefeed):
 
     def has_history(self, table: str, before: Frontier) -> bool:
         """Whether the folder has files of the table that were begun before a frontier."""
-        return any(f.topic == table and f.at < before[RESOLVED] for f in self._files.values())
+        files = self._everything().files.values()
+        return any(file.topic == table and file.at < before[RESOLVED] for file in files)
 
     def read_from(self, table: str, own: Frontier, durable: Frontier) -> Frontier | None:
         """What the table remembers, also when `tables` did not name it for a while.
 
         A table that is not there is read from the beginning, or from where it is known to have had
-        nothing but deletes.
+        nothing but deletes. It may also be new, and then nothing lies before; but in a folder that
+        lacks files nobody can tell, and `available` has to ask.
         """
         if own != START:
             away = not own.covers(durable) and not takes(durable, table)
             return own if away else None
+        if durable == START:
+            return None
         known = without_rows(durable, table)
-        if known != START:
+        if known == START:
+            known = beginning(durable)
+        else:
             self._without_rows.add(table)
-        return known if self.has_history(table, durable) else None
+        unsure = self.has_history(table, durable) or self._lost(known, self._everything())
+        return known if unsure else None
 
     def available(self, lower: Frontier) -> Sequence[Frontier]:
         """One boundary for each resolved timestamp after `lower`, thinned by `resolved_every`."""
         start = lower[RESOLVED]
         if self._published is None and start:
             self._published = start
+        self._whole = None
         listing = self._list(start)
         markers = listing.markers
         if markers - self._markers:
@@ -514,32 +526,41 @@ class CockroachdbFiles(Changefeed):
 
     def _refuse_gap(self, lower: Frontier, listing: _Listing) -> None:
         """Raise `HistoryLost` when the folder lacks what lies between `lower` and what is there."""
-        resolved = resolved_of(lower)
-        reached = format_hlc(resolved) if resolved else FROM_THE_START
-        lost = None
-        if resolved and resolved not in listing.marked:
-            lost = f"The marker {file_time(resolved)}{MARKER_SUFFIX}, which was committed last"
-        needed = listing.numbers.needed(lower)
-        if not lost and listing.numbers.first_gone(needed):
-            # Older folders were not looked into, and a name may have come while others were listed.
-            if gone := self._list(()).numbers.first_gone(needed):
-                lost = f"File {gone[1]:08x}{self._beside(gone[0])}"
-        if lost and self._options.accept_lost_after == reached:
-            log.warning("going on after %s although files were removed: %s", reached, lost)
-        elif lost:
+        if lost := self._lost(lower, listing):
+            reached = _named_place(lower)
             raise HistoryLost(
                 f"files of the changefeed were removed from {self._options.files} before they "
                 "were read",
-                detail=f"{lost}, is gone; later ones are there. What was read ends at {reached}.",
+                detail=f"{lost} What was read ends at {reached}.",
                 hint="Restore them from the bucket's versions. If you know that no row is lost, or "
                 f"accept it, set `source.cockroachdb.accept_lost_after: {reached}`; else let a new "
                 "changefeed write to a new folder, and read it into new tables.",
             )
 
-    def _beside(self, writer: int) -> str:
-        """Which writer's file is meant, told by the name of another one."""
+    def _lost(self, lower: Frontier, listing: _Listing) -> str:
+        """What the folder lacks for who goes on after `lower`; empty if nothing, or accepted."""
+        resolved = resolved_of(lower)
+        lost = ""
+        if resolved and resolved not in listing.marked:
+            marker = f"{file_time(resolved)}{MARKER_SUFFIX}"
+            lost = f"The marker {marker}, which was committed last, is gone; later ones are there."
+        needed = listing.numbers.needed(lower)
+        if not lost and listing.numbers.first_gone(needed):
+            # Older folders were not looked into, and a name may have come while others were listed.
+            if gone := self._list(()).numbers.first_gone(needed):
+                lost = self._gone(*gone)
+        if lost and self._options.accept_lost_after == _named_place(lower):
+            log.warning("going on although files were removed: %s", lost)
+            return ""
+        return lost
+
+    def _gone(self, writer: int, number: int) -> str:
+        """What is said of a file that is missed; its writer is told by another file's name."""
+        if writer == FORGOTTEN:
+            return "So many writers are idle that the first ones are forgotten; files may be gone."
         names = sorted(path for path, file in self._files.items() if file.writer == writer)
-        return f", of the writer of {PurePosixPath(names[0]).name}" if names else ""
+        beside = f", of the writer of {PurePosixPath(names[0]).name}" if names else ""
+        return f"File {number:08x}{beside}, is gone; later ones are there."
 
     def _frontiers(self, boundaries: Sequence[Position], lower: Frontier) -> list[Frontier]:
         """The frontiers of resolved timestamps, with what the folder must keep after each."""
@@ -568,6 +589,12 @@ class CockroachdbFiles(Changefeed):
             .join(only_deletes(reached[RESOLVED], self._without_rows, lower))
             for reached, folder in zip(map(after, boundaries), folders, strict=True)
         ]
+
+    def _everything(self) -> _Listing:
+        """All that the folder has."""
+        if self._whole is None:
+            self._whole = self._list(())
+        return self._whole
 
     def _list(self, start: Position) -> _Listing:
         """Data files and markers of the folder, but for what lies well before `start`."""
@@ -736,6 +763,12 @@ class CockroachdbFiles(Changefeed):
             return columns, search.key(table)
         except MalformedJson as error:
             raise file.damaged(f"Row {error.row + 1}, byte {error.offset}: {error}.") from error
+
+
+def _named_place(frontier: Frontier) -> str:
+    """How `accept_lost_after` names the place that a frontier stands at."""
+    resolved = resolved_of(frontier)
+    return format_hlc(resolved) if resolved else FROM_THE_START
 
 
 def _named(cells: Mapping[str, Cells], names: Sequence[str]) -> dict[str, Cells]:

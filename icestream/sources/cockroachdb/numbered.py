@@ -12,6 +12,9 @@ file named `since` or later are named, so that one which is not named is new and
 Behind them are those that have been idle for longer: a writer lives as long as its session, and
 goes on with `next` after days, when all before that was read and removed. The longest idle drop
 out.
+
+So it is also known what a table that has to be read from the beginning wants: all numbers from 0 on
+of every writer that is named or there. Once writers have dropped out nobody knows any more.
 """
 
 import hashlib
@@ -21,12 +24,14 @@ from functools import lru_cache
 
 import numpy as np
 
-from icestream.frontier import Frontier, Position
+from icestream.frontier import START, Frontier, Position
 
 FOLDER = "folder"
 _UNKNOWN = 2**62
 # A session has about one writer for each node; those of sessions that are over are here as well.
 IDLE_WRITERS_MAX = 128
+# Stands for the writers that have dropped out, as one whose files are always missed.
+FORGOTTEN = _UNKNOWN
 Needed = Mapping[int, tuple[int, int]]
 """By writer: the first number that is needed, and the one after the last."""
 
@@ -88,6 +93,18 @@ class Numbers:
         return needed
 
 
+def beginning(reached: Frontier) -> Frontier:
+    """The start, with what a folder must have from there on that was read up to a frontier."""
+    named = _named(reached)
+    if not named:
+        return START
+    idle = sum(low == end for low, end in named.values())
+    ends = {writer: end for writer, (_, end) in named.items()}
+    if idle >= IDLE_WRITERS_MAX:
+        ends[FORGOTTEN] = 1
+    return Frontier({FOLDER: (0, 0, 0, *(p for w, end in ends.items() for p in (w, 0, end)))})
+
+
 def remembered(
     boundaries: Sequence[Position],
     files: Iterable[Numbered],
@@ -98,7 +115,7 @@ def remembered(
 
     `since` is, for each, how old files are at most that may matter after it.
     """
-    named = _named(lower)
+    named = {writer: span for writer, span in _named(lower).items() if writer != FORGOTTEN}
     ordered = sorted(files, key=lambda file: -file.last)
     begun: dict[int, Position] = {}
     newest: dict[int, int] = {}

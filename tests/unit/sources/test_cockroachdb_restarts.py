@@ -8,14 +8,14 @@ import pytest
 
 from icestream.epoch import Epoch
 from icestream.errors import HistoryLost
-from icestream.frontier import START, Frontier
+from icestream.frontier import START, Frontier, Position
 from icestream.iceberg.files import DATA, FileClosed
 from icestream.pipeline import Cadence, Pipeline
 from icestream.samples import FeedFolder
 from icestream.sinks.iceberg import IcebergSink, IcebergSinkOptions
 from icestream.sources.cockroachdb import numbered
 from icestream.sources.cockroachdb.hlc import after, parse_file_time
-from icestream.sources.cockroachdb.numbered import FOLDER, Numbered, remembered
+from icestream.sources.cockroachdb.numbered import FOLDER, Numbered, Numbers, beginning, remembered
 from icestream.sources.cockroachdb.taken import without_rows
 from icestream.worker import Outcome
 from tests.property.memory import Lake, MemoryCatalog
@@ -90,6 +90,14 @@ def shop(tmp_path) -> Shop:
 
 
 BOTH = ("customers", "orders")
+
+
+class OtherSession(FeedFolder):
+    """The same changefeed after a restart: another writer, which counts from 0 again."""
+
+    def data_name(self, topic: str, at: Position, schema: int, extension: str) -> str:
+        """The next free name for a data file of this writer."""
+        return super().data_name(topic, at, schema, extension).replace("-1-72-", "-1-73-")
 
 
 @pytest.mark.parametrize("first", [BOTH, ()])
@@ -302,3 +310,59 @@ def test_a_table_that_is_there_is_no_longer_said_to_have_had_only_deletes(tmp_pa
     assert look(1, wrapped(1, 11)) == after(at(9))
     assert look(2, wrapped(2, 21, name="x")) == after(at(19))
     assert look(3, wrapped(1, 31)) == START
+
+
+def drop(shop: Shop, table: str) -> None:
+    del shop.lake.tables[next(name for name in shop.lake.tables if name.name == table)]
+
+
+@pytest.mark.parametrize("how", ["added", "dropped"])
+@pytest.mark.parametrize("sessions", [1, 2])
+def test_a_table_whose_old_files_are_all_gone_is_asked_about(shop, how, sessions):
+    """C8, Mend, read F5: nothing that is left tells that it had rows before, and yet it may."""
+    first = BOTH if how == "dropped" else ("orders",)
+    shop.round(0, *BOTH)
+    shop.run(*first)
+    if sessions == 2:
+        # All that the first writer wrote goes, and the second one begins at 0.
+        shop.feed = OtherSession(shop.folder)
+    for number in (1, 2, 3):
+        shop.round(number, "orders")
+        shop.run(*first)
+    shop.prune(5 if sessions == 2 else 25)
+    if how == "dropped":
+        drop(shop, "customers")
+    shop.round(4, *BOTH)
+    for _ in range(2):
+        with pytest.raises(HistoryLost, match="before they were read") as caught:
+            shop.run(*BOTH)
+        assert "accept_lost_after: start" in (caught.value.hint or "")
+    shop.run(*BOTH, accept_lost_after="start")
+    shop.round(5, *BOTH)
+    shop.run(*BOTH)
+    assert shop.snapshots("customers") == [[4], [5]]
+    assert shop.snapshots("orders") == [[number] for number in range(6)]
+
+
+def test_a_table_that_is_really_new_does_not_stop_a_folder_that_is_whole(shop):
+    """C8, Mend, read F5: all numbers from 0 on are there, of both writers, so it had nothing."""
+    for number in (0, 1):
+        shop.round(number, "orders")
+        shop.run()
+    shop.feed = OtherSession(shop.folder)
+    shop.round(2, "orders")
+    shop.run()
+    shop.round(3, *BOTH)
+    shop.run()
+    assert shop.snapshots("customers") == [[3]]
+
+
+@pytest.mark.parametrize("idle", [numbered.IDLE_WRITERS_MAX - 1, numbered.IDLE_WRITERS_MAX])
+def test_writers_that_are_forgotten_are_asked_about(idle):
+    """C8, Mend, read F5: a whole writer may have gone that nobody remembers."""
+    parts = [part for writer in range(idle) for part in (writer, 1, 1)]
+    listed = Numbers()
+    for writer in range(idle):
+        listed.add(writer, 0, (5, 0))
+    gone = listed.first_gone(listed.needed(beginning(Frontier({FOLDER: (9, 1, 6, *parts)}))))
+    assert (gone is not None) == (idle == numbered.IDLE_WRITERS_MAX)
