@@ -8,6 +8,7 @@ from icestream import metrics
 from icestream.errors import HistoryLost
 from icestream.samples.postgres import EmbeddedPostgres
 from icestream.sources import postgres
+from icestream.sources.postgres import PostgresSource
 from tests.integration.pipelines import Shell, assert_refused
 from tests.integration.postgres_world import World, administrator, lsn
 from tests.servers import free_port, wait_until
@@ -148,6 +149,41 @@ def test_table_without_key_that_would_be_copied_beside_the_stream(world: World, 
     )
     world.assert_equal("log", "line")
     world.assert_equal("one", "id, v")
+
+
+@pytest.mark.parametrize("rows", ["still none", "rows since"])
+def test_keyless_table_that_an_earlier_version_copied_without_rows(
+    world: World, shell: Shell, monkeypatch: pytest.MonkeyPatch, rows: str
+):
+    """E7 P9: its Iceberg table says nothing of the copy, as one that was made anew and not filled.
+
+    So it is copied again, which needs a key when there are rows. Without rows nothing is asked.
+    """
+    one_table(world)
+    world.sql("create table log(line text)")
+    tables = ["public.one", "public.log"]
+    # Earlier versions did not note in a table that it was copied without rows.
+    with monkeypatch.context() as earlier:
+        earlier.setattr(PostgresSource, "milestone", lambda self, epoch: False)
+        world.run(tables, cadence={"heartbeat_interval": 0})
+    assert not world.lake.epochs("shop.log")
+    if rows == "rows since":
+        world.sql("insert into log values ('first'), ('first')")
+        said = "table public.log has no key and cannot be copied beside the stream"
+        hint = "by a pipeline of its own, into an Iceberg table of another name"
+        refused(world, shell, OPERATOR, said, "earlier version", hint, tables=tables)
+        # What the hint says helps, and the other table need not be copied.
+        tables, name = ONE, "lines"
+        sink = {"tables": {"public.log": {"table": name}}}
+        own = {f"{world.name}_log": world.document(["public.log"], sink=sink)[world.name]}
+    else:
+        own, name = world.document(tables), "log"
+    for line in ("later", "last"):
+        world.run(tables)
+        world.open(own).run(once=True)
+        world.assert_equal("log", "line", lake_table=name)
+        world.assert_equal("one", "id, v")
+        world.sql(f"insert into log values ('{line}')", f"update one set v = '{line}'")
 
 
 def test_slot_that_no_longer_serves(world: World, shell: Shell):

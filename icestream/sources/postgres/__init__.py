@@ -921,9 +921,10 @@ class PostgresSource(Source):
             f"table {table.name} has no key and cannot be copied beside the stream",
             detail="It was added later, its first copy was cut short, or it was empty when an "
             "earlier version copied it.",
-            hint="Give it a primary key or `identifier_columns`, or follow it by a pipeline of its "
-            "own, whose copy comes before the stream. Or drop the slot and all Iceberg tables of "
-            "this pipeline, and start again: all tables are copied anew.",
+            hint="Give it a primary key or `identifier_columns`. Or follow it by a pipeline of its "
+            "own, into an Iceberg table of another name: there its copy comes before the stream. "
+            "Or drop the slot and all Iceberg tables of this pipeline, and start again: all tables "
+            "are copied anew.",
         )
 
     def _later_end(self) -> Position:
