@@ -89,7 +89,7 @@ class Sink(Protocol):
 
         `shape` is asked when the table must be created, never took an epoch, or does not tell its
         key; when it has no answer yet (None) and the table does not exist, or has never taken an
-        epoch, nothing is made and False is returned.
+        epoch and none waits for it, nothing is made and False is returned.
         """
         ...
 

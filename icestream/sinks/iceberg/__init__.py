@@ -810,13 +810,15 @@ class IcebergSink:
         """Let a table that an earlier run made, and that never took an epoch, have new types.
 
         Its operator has declared columns since, because their values were refused. False while
-        nobody knows the types that it should have.
+        nobody knows the types that it should have; but in an epoch that other tables carry already
+        it takes its part as it is, for that part may be deletes alone, which tell no types.
         """
         if not self._own_schema(state) or not state.handle.never_held_rows():
             return True
         known = shape()
         if known is None:
-            return False
+            last = furthest(each.progress for each in list(self._states.values()))
+            return last is not None and state.progress.table_id in last.members
         columns = [Column(name=c.name, type=c.field_type) for c in new_schema(known).fields]
         changed = state.handle.shape_anew(columns)
         if changed:

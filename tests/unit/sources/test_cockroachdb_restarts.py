@@ -1,5 +1,6 @@
 """Runs over a folder of changefeed files, one after the other, into a lake in memory."""
 
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from icestream.pipeline import Cadence, Pipeline
 from icestream.samples import FeedFolder
 from icestream.sinks.iceberg import IcebergSink, IcebergSinkOptions
 from icestream.sources.cockroachdb import numbered
+from icestream.sources.cockroachdb.files import CockroachdbFiles
 from icestream.sources.cockroachdb.hlc import after, parse_file_time
 from icestream.sources.cockroachdb.numbered import FOLDER, Numbered, Numbers, beginning, remembered
 from icestream.sources.cockroachdb.taken import without_rows
@@ -366,3 +368,39 @@ def test_writers_that_are_forgotten_are_asked_about(idle):
         listed.add(writer, 0, (5, 0))
     gone = listed.first_gone(listed.needed(beginning(Frontier({FOLDER: (9, 1, 6, *parts)}))))
     assert (gone is not None) == (idle == numbered.IDLE_WRITERS_MAX)
+
+
+def test_a_half_committed_epoch_is_finished_in_a_table_that_it_only_deletes_from(shop, monkeypatch):
+    """E4, Mend, read F2: the table is there and was counted, though its part tells no types."""
+    both_planned = threading.Event()
+    shop.feed.data("ghosts", [wrapped(7, 1)], at(1))
+    shop.round(0, "orders")
+    shop.round(1, "orders", "ghosts")
+    publish, prepare, splits = IcebergSink._publish, IcebergSink.prepare, CockroachdbFiles.splits
+
+    def planned(self: CockroachdbFiles, epoch: Epoch) -> Sequence[Any]:
+        found = splits(self, epoch)
+        if epoch.number == 2:
+            both_planned.set()
+        return found
+
+    def late(self: IcebergSink, table: str, shape: Any) -> bool:
+        assert both_planned.wait(10)
+        return prepare(self, table, shape)
+
+    def killed(self: IcebergSink, table: str, commit: Any) -> None:
+        if table == "ghosts":
+            raise Crash
+        publish(self, table, commit)
+
+    # The second epoch is mostly planned before the first one is written: here always. And a kill
+    # between two tables' commits of one epoch.
+    with monkeypatch.context() as patched:
+        patched.setattr(CockroachdbFiles, "splits", planned)
+        patched.setattr(IcebergSink, "prepare", late)
+        patched.setattr(IcebergSink, "_publish", killed)
+        with pytest.raises(Crash):
+            shop.run()
+    shop.run()
+    assert shop.snapshots("orders") == [[0], [1]]
+    assert shop.snapshots("ghosts") == [[7], [1]]
