@@ -151,7 +151,8 @@ def resume_point(progress: Mapping[str, Progress]) -> Resume:
             detail=f"Tables: {', '.join(sorted(carriers))}.",
             hint="Two pipelines of one name write to different tables; rename one of them.",
         )
-    _refuse_older(progress, last)
+    for lost in lacking_tables(progress).values():
+        raise lost
     replaying = {name: mine for name, mine in progress.items() if mine.replaying}
     behind = {name: m for name, m in replaying.items() if not m.upper.covers(last.upper)}
     complete, lacking = _completeness(progress, carriers)
@@ -168,22 +169,43 @@ def resume_point(progress: Mapping[str, Progress]) -> Resume:
     )
 
 
-def _refuse_older(progress: Mapping[str, Progress], last: Progress) -> None:
-    """Raise `HistoryLost` for a table that had later epochs than it has now.
+def lacking_tables(progress: Mapping[str, Progress]) -> dict[str, HistoryLost]:
+    """Tables that lack epochs which the pipeline itself does not miss, and how that is known.
 
-    Somebody put older metadata in the place of the table's own. A rollback is noticed before, by
-    what the metadata itself keeps of it.
+    Somebody put older metadata in the place of the table's own, or the table was away (renamed,
+    dropped and restored) when the last epoch was committed: that one knows all tables that were
+    there. A rollback is noticed before, by what the metadata itself keeps of it.
     """
+    last, found = furthest(progress.values()), {}
+    carriers = [mine for mine in progress.values() if last and mine.epoch == last.epoch]
+    known = frozenset[str]().union(*(mine.members | mine.before.keys() for mine in carriers))
     for name, mine in sorted(progress.items()):
+        if last is None or mine.replaying:
+            continue
         had = last.before.get(mine.table_id, 0)
-        if mine.epoch < had and not mine.replaying:
-            raise HistoryLost(
+        if mine.epoch < had:
+            found[name] = _lacking(
                 f"table {name} was set back to an older state",
-                detail=f"It had taken epoch {had} of pipeline {last.pipeline}, and is at epoch "
+                f"It had taken epoch {had} of pipeline {last.pipeline}, and is at epoch "
                 f"{mine.epoch}: what came between is no longer in it.",
-                hint="Bring its newest state back, or drop the table and start again: it is then "
-                "built anew from the source.",
             )
+        elif mine.epoch not in (0, last.epoch) and last.members and mine.table_id not in known:
+            found[name] = _lacking(
+                f"table {name} was away while the pipeline went on",
+                f"It is at epoch {mine.epoch}, and was not there at epoch {last.epoch} of pipeline "
+                f"{last.pipeline}: what came between is not in it.",
+            )
+    return found
+
+
+def _lacking(message: str, detail: str) -> HistoryLost:
+    return HistoryLost(
+        message,
+        detail=detail,
+        hint="Bring its newest state back, or drop the table and start again: it is then built "
+        "anew from the source. Or run `icestream rollback --replay` to apply what it lacks, if the "
+        "source has it, or `icestream rollback --accept` to leave that out.",
+    )
 
 
 def _completeness(

@@ -584,7 +584,7 @@ class World:
     late: list[tuple[Process, Callable[[], object], str]] = field(default_factory=list)
     claims: list[Process] = field(default_factory=list)
     processes: list[Process] = field(default_factory=list)
-    older: list[Metadata] = field(default_factory=list)
+    older: list[tuple[TableName, Metadata]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     trace: list[str] = field(default_factory=list)
     clock: int = 0
@@ -781,18 +781,18 @@ class World:
             self.lake.create(name, _first_schema(gone.schema_json), gone.properties)
 
     def _set_back(self) -> None:
-        """Somebody puts older metadata of a table in its place; what is there now is kept too."""
-        older = [
-            metadata
-            for metadata in self.older
-            if metadata.uuid in {each.uuid for each in self.lake.tables.values()}
-        ]
-        self.older += self.lake.tables.values()
+        """Somebody puts older metadata of a table in its place; what is there now is kept too.
+
+        Of a table that was dropped since it is as if it had been renamed, and came back.
+        """
+        older = list(self.older)
+        self.older += self.lake.tables.items()
         if not older or not self.happens(0.2):
             return
-        chosen = self.rng.choice(older)
-        name = next(n for n, each in self.lake.tables.items() if each.uuid == chosen.uuid)
-        self.note(None, f"somebody sets {name} back to older metadata")
+        name, chosen = self.rng.choice(older)
+        there = {each.uuid for each in self.lake.tables.values()}
+        how = "sets {} back to older metadata" if chosen.uuid in there else "brings {} back"
+        self.note(None, f"somebody {how.format(name)}")
         self.lake.tables[name] = chosen
 
     def _late_land(self, everything: bool) -> None:
@@ -851,7 +851,7 @@ class World:
         settled = False
         error = self.processes[-1].error
         if isinstance(error, HistoryLost) and (table := _set_back_table(error)):
-            self.note(None, f"the operator drops {table}, which was set back")
+            self.note(None, f"the operator drops {table}, which lacks epochs")
             self.lake.drop(TableName(namespace=(NAMESPACE,), name=table))
             settled = True
         sink = IcebergSink(
@@ -1045,8 +1045,9 @@ def simulate(seed: int) -> str:
 
 
 def _set_back_table(error: HistoryLost) -> str:
-    """The table that an error says was set back; empty for other errors."""
-    found = re.fullmatch(r"table (\S+) was set back to an older state", error.message)
+    """The table that an error says was set back, or came back; empty for other errors."""
+    lacking = r"was set back to an older state|was away while the pipeline went on"
+    found = re.fullmatch(rf"table (\S+) (?:{lacking})", error.message)
     return found[1] if found else ""
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from icestream.epoch import Epoch, Progress, Resume, batch_id, resume_point
-from icestream.errors import Broken, ProgressLost
+from icestream.errors import Broken, HistoryLost, ProgressLost
 from icestream.frontier import START, Frontier
 
 NOTHING = Progress(pipeline="p", generation=3)
@@ -118,10 +118,27 @@ def among(progress: Progress, me: str, *members: str) -> Progress:
 def test_a_table_that_was_dropped_since_does_not_lack_the_last_epoch():
     """E4, Mend c2: it is built anew, and the source may have forgotten the epoch."""
     whole = carries(7, 10, 20, 2)
-    dropped = {"a": among(whole, "A", "A", "B"), "c": among(carries(6, 4, 10, 1), "C", "C")}
+    knowing = replace(among(whole, "A", "A", "B"), before={"A": 5, "B": 5, "C": 6})
+    dropped = {"a": knowing, "c": among(carries(6, 4, 10, 1), "C", "C")}
     assert goes_on(resume_point(dropped)) == (7, at(20), None, {"a"}, set())
     made_anew = {"a": among(whole, "A", "A", "B"), "b": replace(NOTHING, table_id="B2")}
     assert goes_on(resume_point(made_anew)) == (7, at(20), None, {"a"}, set())
+
+
+@pytest.mark.parametrize(("number", "upper"), [(6, 10), (9, 10)])
+def test_a_table_that_the_last_epoch_does_not_know_was_away(number, upper):
+    """E4, Mend, leftover: also when all were away, and epochs were counted from one again."""
+    last = replace(among(carries(7, 10, 20, 1), "A", "A"), before={"A": 5})
+    away = among(carries(number, 4, upper, 1), "C", "C")
+    with pytest.raises(HistoryLost, match="table c was away"):
+        resume_point({"a": last, "c": away})
+    # Each of these says why it may lie behind.
+    for other, why in [
+        (last, replace(away, replaying=True)),
+        (replace(last, before={"A": 5, "C": number}), away),
+        (replace(last, members=frozenset(), before={}), away),
+    ]:
+        assert resume_point({"a": other, "c": why}).at == at(20)
 
 
 def test_a_table_that_took_part_and_is_there_lacks_the_last_epoch():

@@ -803,6 +803,77 @@ def test_a_table_that_was_set_back_to_older_metadata_is_noticed(quiet):
     assert scene.positions("b") == [1, 3, 5, 6, 7]
 
 
+@pytest.mark.parametrize("quiet", [False, True])
+def test_a_table_that_was_renamed_away_and_back_is_noticed(quiet):
+    """E8, E4, Mend, leftover: another one was built in its place meanwhile, so the last epoch does
+    not know it, and says which tables were there; dropped, it is built anew."""
+    scene = Scene("ababab" + "bb", [2])
+    scene.run()
+    older = scene.lake.tables.pop(name("a"))
+    scene.source.bounds += [4, 6, *([] if quiet else [7])]
+    scene.run()
+    assert scene.positions("a") == [0, 2, 4]
+    scene.lake.tables[name("a")] = older
+    scene.source.bounds.append(8)
+    for _ in range(2):
+        with pytest.raises(HistoryLost, match="table a was away while") as caught:
+            scene.run()
+        assert "drop the table" in caught.value.hint
+    del scene.lake.tables[name("a")]
+    scene.run()
+    assert scene.positions("a") == [0, 2, 4]
+    assert scene.positions("b") == [1, 3, 5, 6, 7]
+
+
+@pytest.mark.parametrize(("replay", "expected"), [(True, [0, 2, 4, 6]), (False, [0, 6])])
+@pytest.mark.parametrize("came_back", [True, False], ids=["came back", "was set back"])
+def test_a_table_that_lacks_epochs_is_settled_as_a_rollback_is(came_back, replay, expected):
+    """E8, U3, Mend, leftover: the way out for a table that cannot be built anew as a whole."""
+    scene = Scene("ababababab", [2])
+    scene.run()
+    older = scene.lake.tables[name("a")]
+    if came_back:
+        del scene.lake.tables[name("a")]
+    scene.source.bounds += [4, 6]
+    scene.run()
+    scene.lake.tables[name("a")] = older
+    with pytest.raises(ConfigInvalid, match="was not rolled back"):
+        scene.sink().settle_rollback("b", replay=replay)
+    scene.sink().settle_rollback("a", replay=replay)
+    scene.source.bounds.append(8)
+    scene.run()
+    with pytest.raises(ConfigInvalid, match="was not rolled back"):
+        scene.sink().settle_rollback("a", replay=replay)
+    scene.source.bounds.append(10)
+    scene.run()
+    assert scene.positions("a") == [*expected, 8]
+    assert scene.positions("b") == [1, 3, 5, 7, 9]
+
+
+def test_a_table_that_was_away_while_nothing_was_committed_goes_on():
+    """E4, Mend, leftover: the last epoch knows it; a rename while the pipeline rests is no harm."""
+    scene = Scene("ababab", [2, 4])
+    scene.run()
+    renamed = scene.lake.tables.pop(name("a"))
+    scene.lake.tables[name("a")] = renamed
+    scene.source.bounds.append(6)
+    scene.run()
+    assert (scene.positions("a"), scene.positions("b")) == ([0, 2, 4], [1, 3, 5])
+
+
+def test_the_only_table_of_a_pipeline_goes_on_from_where_it_is():
+    """E4, Mend, leftover: nobody knows better, and the source has what follows, or says so."""
+    scene = Scene("aaaa", [1])
+    scene.run()
+    older = scene.lake.tables.pop(name("a"))
+    scene.source.bounds += [2, 3]
+    scene.run()
+    scene.lake.tables[name("a")] = older
+    scene.source.bounds.append(4)
+    scene.run()
+    assert scene.positions("a") == [0, 1, 2, 3]
+
+
 def test_a_table_that_was_set_back_by_the_last_epoch_alone_gets_it_again():
     """I14: it lacks what an epoch that was cut short would have left out."""
     scene = Scene("abab", [2])

@@ -34,6 +34,7 @@ from icestream.epoch import (
     batch_id,
     furthest,
     known_names,
+    lacking_tables,
     name_id,
     table_id,
 )
@@ -527,7 +528,8 @@ class IcebergSink:
     ) -> Progress:
         """Settle a rollback: replay from the older progress, or keep the newer one and go on.
 
-        `verify` raises when the source can no longer serve what follows a frontier.
+        The same for a table that lacks epochs because it was set back or away. `verify` raises when
+        the source can no longer serve what follows a frontier.
         """
         handle = self.existing(table)
         if handle is None:
@@ -537,7 +539,8 @@ class IcebergSink:
             )
         branch = self._options.branch
         head = handle.head(self._pipeline, branch)
-        if head.rolled_back_from is None:
+        newer = head.rolled_back_from or self._missed(table)
+        if newer is None:
             raise ConfigInvalid(f"table {self.table_name(table)} was not rolled back")
         if replay and head.forgotten:
             raise HistoryLost(
@@ -551,12 +554,22 @@ class IcebergSink:
         older = head.progress or Progress(pipeline=self._pipeline)
         if replay:
             _refuse_unserved(table, older.upper, verify)
-        kept = replace(older, replaying=True) if replay else head.rolled_back_from
-        newest = max(older.generation, head.rolled_back_from.generation)
+        kept = replace(older, replaying=True) if replay else newer
+        newest = max(older.generation, newer.generation)
         progress = replace(kept, generation=newest + 1)
         entries = summaries.to_entries(progress).plus({summaries.CLAIM: self._claim_id})
         handle.publish(head, branch, [], entries)
         return progress
+
+    def _missed(self, table: str) -> Progress | None:
+        """The last epoch, when a table lacks epochs before it; None when it lacks nothing."""
+        heads = {name: head for name, (_, head) in self.heads([table], refuse=False).items()}
+        nothing = Progress(pipeline=self._pipeline)
+        progress = {
+            name: replace(head.progress or nothing, table_id=table_id(head.uuid))
+            for name, head in heads.items()
+        }
+        return furthest(progress.values()) if table in lacking_tables(progress) else None
 
     def _existing(self, tables: Sequence[str], refuse: bool = True) -> dict[str, Table]:
         """The pipeline's tables that exist, by their names at the source.
