@@ -946,8 +946,12 @@ def _refuse_unless(fits: bool) -> None:
 
 
 def _small(kind: pa.DataType) -> pa.DataType:
-    """Arrow's JSON reader knows neither large nor extension types."""
-    if pa.types.is_large_string(kind):
+    """What Arrow's JSON reader is asked for: it knows neither large nor extension types.
+
+    Timestamps are read as text: it would shift those with a zone and give a zone to others, where
+    the cast refuses them.
+    """
+    if pa.types.is_large_string(kind) or pa.types.is_timestamp(kind):
         return pa.string()
     if pa.types.is_large_list(kind) or pa.types.is_list(kind):
         return pa.list_(pa.field("element", _small(kind.value_type)))
