@@ -188,7 +188,8 @@ def _run_all(pipelines: Sequence[Pipeline], once: bool) -> list[IcestreamError]:
         try:
             pipeline.run(once=once)
         except IcestreamError as error:
-            log.error("pipeline %s stopped", pipeline.name, extra={"pipeline": pipeline.name})
+            extra = {"pipeline": pipeline.name}
+            log.error("pipeline %s stopped: %s", pipeline.name, error.message, extra=extra)
             errors.append(error)
         except Exception as error:
             log.exception("pipeline %s broke", pipeline.name, extra={"pipeline": pipeline.name})

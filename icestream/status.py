@@ -13,7 +13,7 @@ from pyspark.sql import SparkSession
 
 from icestream.config import PipelineConfig, open_sink, open_source
 from icestream.errors import ConfigInvalid, shown
-from icestream.pipeline import Pipeline
+from icestream.pipeline import Pipeline, State
 from icestream.sinks.opensearch import OpenSearchSink
 from icestream.sources import Source
 
@@ -21,19 +21,23 @@ _PLAIN = set(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskN
 
 
 class StatusServer:
-    """Serves `/metrics` in Prometheus' form and `/health` as JSON, from a thread of its own."""
+    """Serves `/metrics` in Prometheus' form and `/health` as JSON, from a thread of its own.
+
+    `/health` answers with 503 when a pipeline has stopped and will not go on by itself.
+    """
 
     def __init__(self, host: str, port: int, pipelines: Sequence[Pipeline]):
-        pages: dict[str, Callable[[], tuple[str, bytes]]] = {
-            "/metrics": lambda: (CONTENT_TYPE_LATEST, generate_latest()),
-            "/health": lambda: ("application/json", _health(pipelines)),
+        pages: dict[str, Callable[[], tuple[int, str, bytes]]] = {
+            "/metrics": lambda: (200, CONTENT_TYPE_LATEST, generate_latest()),
+            "/health": lambda: _health(pipelines),
         }
 
         class Page(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 page = pages.get(self.path.partition("?")[0])
-                kind, body = page() if page else ("text/plain", b"/metrics /health\n")
-                self.send_response(200 if page else 404)
+                nowhere = (404, "text/plain", b"/metrics /health\n")
+                code, kind, body = page() if page else nowhere
+                self.send_response(code)
                 self.send_header("Content-Type", kind)
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
@@ -57,8 +61,10 @@ class StatusServer:
         self._server.server_close()
 
 
-def _health(pipelines: Sequence[Pipeline]) -> bytes:
-    return json.dumps({p.name: p.health.to_json() for p in pipelines}, indent=1).encode()
+def _health(pipelines: Sequence[Pipeline]) -> tuple[int, str, bytes]:
+    found = {p.name: p.health.to_json() for p in pipelines}
+    stopped = any(each["state"] in (State.HALTED, State.FENCED) for each in found.values())
+    return 503 if stopped else 200, "application/json", json.dumps(found, indent=1).encode()
 
 
 def pipeline_status(config: PipelineConfig, spark: SparkSession) -> list[dict[str, Any]]:

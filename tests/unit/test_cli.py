@@ -5,7 +5,8 @@ import logging
 
 import pytest
 
-from icestream.cli import main
+from icestream.cli import _run_all, main
+from icestream.errors import HistoryLost
 
 
 @pytest.fixture(autouse=True)
@@ -63,3 +64,18 @@ def test_every_command_has_help(capsys):
     output = capsys.readouterr().out
     for command in ("run", "check", "status", "rollback", "demo"):
         assert f"    {command} " in output
+
+
+class Stopping:
+    """A pipeline that stops."""
+
+    name = "orders"
+
+    def run(self, once: bool) -> None:
+        raise HistoryLost("what was there is gone")
+
+
+def test_a_pipeline_that_stops_beside_others_says_why_at_once(caplog):
+    """E13, Mend f1: the others may run for years before the command ends and shows its error."""
+    assert [error.message for error in _run_all([Stopping()], once=False)]
+    assert "pipeline orders stopped: what was there is gone" in caplog.text

@@ -91,6 +91,25 @@ def test_health_is_served_as_json(server):
     assert (health["state"], health["error"]["message"]) == ("stalled", "it broke")
 
 
+@pytest.mark.parametrize(
+    ("state", "code"),
+    [
+        *((State.STARTING, 200), (State.RUNNING, 200), (State.STALLED, 200), (State.ENDED, 200)),
+        *((State.HALTED, 503), (State.FENCED, 503)),
+    ],
+)
+def test_a_probe_sees_by_the_code_that_a_pipeline_will_not_go_on(state, code):
+    """E13, Mend f1: one that is halted beside others that run, too."""
+    watched = [Watched("orders"), Watched("customers")]
+    watched[0].health.become(State.RUNNING)
+    watched[1].health.become(state)
+    server = StatusServer("127.0.0.1", 0, watched)
+    try:
+        assert get(f"{server.address}/health")[0] == code
+    finally:
+        server.close()
+
+
 def test_metrics_are_served_in_prometheus_form(server):
     """U5: Prometheus at /metrics, with the documented names."""
     status, _, body = get(f"{server.address}/metrics")
