@@ -193,7 +193,7 @@ def test_slot_that_no_longer_serves(world: World, shell: Shell):
     world.sql("insert into one values (2, 'b')")
     wait_until(lambda: not world.slot_row("active"), 60, "the server notices the run's end")
     world.sql(f"select pg_replication_slot_advance('{world.slot}', pg_current_wal_insert_lsn())")
-    refused(world, shell, OPERATOR, "no longer has the changes", "was moved on", "copied anew")
+    refused(world, shell, OPERATOR, "no longer has the changes", "moved the slot on", "copied anew")
     world.sql(f"select pg_drop_replication_slot('{world.slot}')")
     refused(world, shell, OPERATOR, "no longer has the changes", "does not exist")
     # What the hint says helps.

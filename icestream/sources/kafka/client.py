@@ -28,7 +28,7 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]
     OffsetSpec,
 )
 
-from icestream.errors import ConfigInvalid, IcestreamError, shown
+from icestream.errors import ConfigInvalid, IcestreamError, SourceUnavailable, shown
 from icestream.sources.kafka.errors import (
     keep_settings_secret,
     needs_operator,
@@ -146,7 +146,7 @@ class Cluster:
         if not partitions:
             return {}
         which = OffsetSpec.for_timestamp(milliseconds)
-        found = self._listed(partitions, which)
+        found = self._listed(partitions, which, least=-1)
         return {place: (int(each.offset), int(each.timestamp)) for place, each in found.items()}
 
     def _offsets(
@@ -155,8 +155,9 @@ class Cluster:
         return {place: int(e.offset) for place, e in self._listed(partitions, which).items()}
 
     def _listed(
-        self, partitions: Sequence[tuple[str, int]], which: OffsetSpec
+        self, partitions: Sequence[tuple[str, int]], which: OffsetSpec, least: int = 0
     ) -> dict[tuple[str, int], Any]:
+        """The brokers' answers. An offset below `least` is none: it is not known yet."""
         asked = self._request(
             "ask for offsets",
             lambda: self._admin.list_offsets(
@@ -165,12 +166,15 @@ class Cluster:
                 request_timeout=self._request_seconds,
             ),
         )
-        return {
-            (place.topic, place.partition): self._answer(
-                f"find the offsets of partition {place.partition} of topic {place.topic}", answer
-            )
-            for place, answer in asked.items()
-        }
+        found = {}
+        for place, answer in asked.items():
+            what = f"find the offsets of partition {place.partition} of topic {place.topic}"
+            listed = self._answer(what, answer)
+            if listed.offset < least:
+                # A broker that has just come back may answer so, without any error.
+                raise _unknown_yet(f"{what} at Kafka {self._servers}", listed.offset)
+            found[place.topic, place.partition] = listed
+        return found
 
     def delete_retention(self, topics: Collection[str]) -> Mapping[str, int]:
         """How long compacted topics keep deletes, in milliseconds; other topics are left out.
@@ -271,6 +275,15 @@ class Cluster:
     def _note_trouble(self, error: KafkaError) -> None:
         if self._trouble is None or not needs_operator(self._trouble[0]):
             self._trouble = error.name(), error.str()
+
+
+def _unknown_yet(what: str, offset: int) -> SourceUnavailable:
+    return SourceUnavailable(
+        f"could not {what}",
+        detail=f"Kafka says {offset}, which is no offset: the partition's leader does not know it "
+        "yet.",
+        hint="It is asked again. If it stays so, check that the partition has a leader.",
+    )
 
 
 class _ClientLog:

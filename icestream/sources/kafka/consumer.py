@@ -359,7 +359,9 @@ class _Consumer:
             ctypes.byref(last),
             int(QUERY_SECONDS * 1000),
         )
-        return "" if failed else f"The broker has offsets {first.value} to {last.value}."
+        # Negative ones are no offsets: the broker does not know them yet.
+        unknown = failed or min(first.value, last.value) < 0
+        return "" if unknown else f"The broker has offsets {first.value} to {last.value}."
 
 
 def fetched_offset(statistics: bytes, wanted: Range) -> int:

@@ -621,8 +621,9 @@ class Server:
             )
         elif slot.confirmed > needed:
             lost = (
-                f"The slot was moved on to {lsn_text(slot.confirmed)} by someone else; the lake "
-                f"needs it at {lsn_text(needed)} or before."
+                f"It stands at {lsn_text(slot.confirmed)}, past {lsn_text(needed)} where the lake "
+                "needs it: the lake was rolled back or restored after it had told that these "
+                "changes are durable, or someone else moved the slot on."
             )
         if lost:
             raise HistoryLost(

@@ -3,9 +3,12 @@
 import ctypes
 import json
 import pickle
+from concurrent.futures import Future
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from confluent_kafka import OFFSET_INVALID
 
 from icestream.errors import ConfigInvalid, SourceUnavailable
 from icestream.sources import SplitsLost
@@ -115,6 +118,54 @@ def test_nothing_is_asked_when_nothing_is_wanted():
     cluster = Cluster(NOWHERE)
     assert (cluster.topics([]), cluster.bounds([])) == ({}, {})
     cluster.commit_offsets("group", {})
+
+
+class Brokers:
+    """Stands in for the admin client: its brokers answer with these offsets, partition by
+    partition, without an error."""
+
+    def __init__(self, *offsets):
+        self.offsets = offsets
+
+    def poll(self, _seconds):
+        pass
+
+    def list_offsets(self, asked, **_settings):
+        answers = {}
+        for place in asked:
+            found = SimpleNamespace(offset=self.offsets[place.partition], timestamp=-1)
+            answers[place] = Future()
+            answers[place].set_result(found)
+        return answers
+
+
+@pytest.mark.parametrize(
+    ("ask", "offset"),
+    [
+        (lambda cluster, places: cluster.bounds(places), OFFSET_INVALID),
+        (lambda cluster, places: cluster.stable_ends(places), OFFSET_INVALID),
+        (lambda cluster, places: cluster.offsets_at(places, 0), OFFSET_INVALID),
+        (lambda cluster, places: cluster.bounds(places), -1),
+        (lambda cluster, places: cluster.stable_ends(places), -1),
+    ],
+)
+def test_an_offset_that_is_not_known_yet_is_waited_for(ask, offset):
+    """K1 E7, Mend F3: a broker that has just come back may answer without an error and without an
+    offset. That says nothing about the partition's history, and is never taken for its end."""
+    cluster = Cluster(NOWHERE)
+    cluster._admin = Brokers(100, offset)
+    with pytest.raises(SourceUnavailable) as refused:
+        ask(cluster, [("orders", 0), ("orders", 1)])
+    assert "partition 1 of topic orders" in str(refused.value)
+    assert str(offset) in refused.value.detail
+
+
+def test_a_time_after_every_record_is_an_answer():
+    """K1, Mend F3: -1 is Kafka's word for it, and no trouble."""
+    cluster = Cluster(NOWHERE)
+    cluster._admin = Brokers(100, -1)
+    found = cluster.offsets_at([("orders", 0), ("orders", 1)], 5)
+    assert found == {("orders", 0): (100, -1), ("orders", 1): (-1, -1)}
 
 
 @pytest.mark.parametrize(

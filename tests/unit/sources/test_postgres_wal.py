@@ -10,6 +10,7 @@ import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -506,6 +507,17 @@ def test_epoch_beyond_the_log_of_the_server(wire: Wire, tmp_path: Path):
     source = WiredSource(tmp_path, wire)
     with pytest.raises(HistoryLost, match="log ends at"):
         source.reach(WiredServer.log_end + 1)
+    source.close()
+
+
+def test_slot_past_the_lake_is_told_without_naming_who_moved_it(tmp_path: Path):
+    """E7, Mend F7b: icestream itself moved it when a table was rolled back after its epoch."""
+    source = WiredSource(tmp_path)
+    slot = replace(source._server.slot(), confirmed=0x2000)
+    with pytest.raises(HistoryLost) as refused:
+        source._server.require_history(slot, 0x1500, 0x1000)
+    assert "stands at 0/2000, past 0/1000" in refused.value.detail
+    assert "rolled back" in refused.value.detail and "someone else" in refused.value.detail
     source.close()
 
 
