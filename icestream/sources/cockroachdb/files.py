@@ -21,11 +21,11 @@ timestamp must be there when a later one is, and so must every number of a file 
 import bisect
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import PurePosixPath
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -98,6 +98,7 @@ _FORMATS = ("ndjson", "parquet")
 # Names that copying leaves behind for a moment.
 _UNFINISHED = ("part", "tmp", "crc")
 _UPDATED_IN_BYTES = re.compile(rb'"updated": ?"(\d+)\.(\d{10})\??"')
+_MAYBE_DELETE = re.compile(rb'"after": ?null|^\{"__crdb__".*\}\}$', re.MULTILINE)
 _CODECS = {".gz": "gzip", ".zst": "zstd"}
 _PARQUET_EVENT = ("__crdb__event_type", "__crdb_event_type__")
 _PARQUET_UPDATED = "__crdb__updated"
@@ -320,7 +321,16 @@ class _Listing:
     marked: set[Position] = field(default_factory=set)
 
 
-IndexFiles = Callable[[Sequence[Any]], Sequence[tuple[str, Position, Position]]]
+class Indexed(NamedTuple):
+    """What a file holds: a span `[first, last)` of all its timestamps, and whether any row."""
+
+    path: str
+    first: Position = (0, 0)
+    last: Position = (2**62, 0)
+    only_deletes: bool = False
+
+
+IndexFiles = Callable[[Sequence[Any]], Sequence[Indexed]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -331,8 +341,8 @@ class IndexTask:
     storage: Mapping[str, str]
     file: FeedFile
 
-    def run(self) -> tuple[str, Position, Position]:
-        """The file's path and a span `[lower, upper)` that holds all its timestamps."""
+    def run(self) -> Indexed:
+        """What the file holds, as far as can be seen."""
         files, _ = filesystem(self.location, self.storage)
         content = self.file.content(files)
         if self.file.format == "parquet":
@@ -340,22 +350,34 @@ class IndexTask:
         # A text that only looks like a timestamp widens the span, which costs a reading at worst.
         found = _UPDATED_IN_BYTES.findall(content)
         rows = content.count(b"\n") + (not content.endswith(b"\n"))
+        only_deletes = _only_deletes(self.file, content, rows)
         if len(found) < rows:
             # Some row spells its timestamp otherwise, and may have any.
-            return self.file.path, (0, 0), (2**62, 0)
+            return Indexed(self.file.path, only_deletes=only_deletes)
         walls = [int(wall) for wall, _ in set(found)]
-        return self.file.path, (min(walls), 0), (max(walls) + 1, 0)
+        return Indexed(self.file.path, (min(walls), 0), (max(walls) + 1, 0), only_deletes)
 
-    def _parquet(self, content: bytes) -> tuple[str, Position, Position]:
+    def _parquet(self, content: bytes) -> Indexed:
         try:
             column = pq.read_table(pa.BufferReader(content), columns=[_PARQUET_UPDATED])
         except (pa.ArrowInvalid, OSError) as error:
             raise self.file.damaged(str(error)) from error
         if not column.num_columns or not column.num_rows:
-            return self.file.path, (0, 0), (2**62, 0)
+            return Indexed(self.file.path)
         walls, _ = split_hlc(self.file, column.column(0).combine_chunks())
         edges = pc.min_max(walls).as_py()
-        return self.file.path, (edges["min"], 0), (edges["max"] + 1, 0)
+        return Indexed(self.file.path, (edges["min"], 0), (edges["max"] + 1, 0))
+
+
+def _only_deletes(file: FeedFile, content: bytes, rows: int) -> bool:
+    """Whether a file of JSON has no row but deletes; only one that may be such is parsed."""
+    if file.format == "parquet" or len(_MAYBE_DELETE.findall(content)) < rows:
+        return False
+    try:
+        return bool(rows_of(file, top_of(lines(content))).deleted.all())
+    except (MalformedJson, DataRejected):
+        # Whoever reads its rows says what is wrong.
+        return False
 
 
 class CockroachdbFiles(Changefeed):
@@ -379,8 +401,12 @@ class CockroachdbFiles(Changefeed):
         self._spans: dict[str, tuple[Position, Position]] = {}
         self._shapes: dict[str, TableShape] = {}
         self._samples: dict[str, Sequence[FeedFile]] = {}
-        # Tables that were read in this run up to what is asked for next, and only had deletes.
+        # Tables that this run has read and that had only deletes so far.
         self._without_rows: set[str] = set()
+        # Files that have nothing but deletes.
+        self._deletes: set[str] = set()
+        # Tables that were written to: what they look like is known.
+        self._written: set[str] = set()
         self._published: Position | None = None
         # A listing of everything, kept while a start asks for one table after the other.
         self._whole: _Listing | None = None
@@ -408,12 +434,13 @@ class CockroachdbFiles(Changefeed):
     def shape(self, table: str) -> TableShape | None:
         """Columns and key from the rows of the table's first epoch; None if it only deletes."""
         if table not in self._shapes:
-            shape = self._infer_shape(table, self._samples.get(table, ()))
+            shape = self._infer_shape(table, self._with_rows(self._samples.get(table, ())))
             if shape is None:
                 self._without_rows.add(table)
                 return None
             self._without_rows.discard(table)
             self._shapes[table] = shape
+            self._samples.pop(table, None)
         return self._shapes[table]
 
     def has_history(self, table: str, before: Frontier) -> bool:
@@ -454,7 +481,7 @@ class CockroachdbFiles(Changefeed):
             listing = self._list(start)
         files = listing.files
         self._files, self._markers = files, markers
-        self._spans = {path: span for path, span in self._spans.items() if path in files}
+        self._forget_but(files)
         if files and not markers:
             raise SourceUnavailable(
                 f"there is no resolved timestamp in {self._options.files}",
@@ -495,9 +522,9 @@ class CockroachdbFiles(Changefeed):
             # Later epochs are planned before this one is written: its rows must stay in the sample,
             # or a table whose next epoch only deletes would seem to be nothing yet. Files that were
             # read before tell the key, where the rows of one epoch may not.
-            if table not in self._shapes:
-                known = self._samples.get(table, ())
-                self._samples[table] = list(dict.fromkeys([*known, *begun[table]]))
+            if table not in self._shapes and table not in self._written:
+                sample = dict.fromkeys([*self._samples.get(table, ()), *begun[table]])
+                self._samples[table] = self._with_rows(sample)
         return [
             self._split(table, files, lower, upper)
             for table, whole in wanted.items()
@@ -511,11 +538,13 @@ class CockroachdbFiles(Changefeed):
     def learn(self, learned: Mapping[str, tuple[Position, Position]]) -> None:
         """Remember the span of timestamps of files that were read, so that none is read in vain.
 
-        Only files of tables that are there are read.
+        Only files of tables that are there are read, and these need no sample any more.
         """
         self._spans.update(learned)
-        read = {file.topic for path in learned if (file := self._files.get(path))}
-        self._without_rows -= read
+        for table in {file.topic for path in learned if (file := FeedFile.parse(path, 0))}:
+            self._written.add(table)
+            self._without_rows.discard(table)
+            self._samples.pop(table, None)
 
     def lag_seconds(self, durable: Frontier) -> float | None:
         """Time from the durable resolved timestamp to the newest one in the folder."""
@@ -583,12 +612,49 @@ class CockroachdbFiles(Changefeed):
             for each in boundaries
         ]
         folders = remembered(boundaries, files, lower, since)
+        reached = [after(boundary) for boundary in boundaries]
+        seen = self._seen_without_rows([at[RESOLVED] for at in reached], lower)
         return [
-            Frontier({**reached.positions, FOLDER: folder})
-            .join(taken(reached[RESOLVED], self._options.tables, lower))
-            .join(only_deletes(reached[RESOLVED], self._without_rows, lower))
-            for reached, folder in zip(map(after, boundaries), folders, strict=True)
+            Frontier({**at.positions, FOLDER: folder})
+            .join(taken(at[RESOLVED], self._options.tables, lower))
+            .join(only_deletes(at[RESOLVED], tables, lower))
+            for at, folder, tables in zip(reached, folders, seen, strict=True)
         ]
+
+    def _seen_without_rows(
+        self, bounds: Sequence[Position], lower: Frontier
+    ) -> list[dict[str, Position]]:
+        """For each bound the tables that only had deletes, and up to when that is sure.
+
+        Mostly up to the bound before: what lies there may be removed by now, and the start asks for
+        what came since. But epochs are planned ahead, and a row may wait in one of them.
+        """
+        candidates = set(self._without_rows)
+        if not lower[RESOLVED]:
+            candidates |= {file.topic for file in self._files.values() if self._wanted(file.topic)}
+        first_row: dict[str, Position] = {}
+        for path, file in self._files.items():
+            if file.topic in candidates and path not in self._deletes:
+                first = self._spans[path][0] if path in self._spans else file.at
+                first_row[file.topic] = min(first, first_row.get(file.topic, first))
+        seen = {t: at for t in candidates if (at := without_rows(lower, t)[RESOLVED])}
+        found = []
+        for before in [lower[RESOLVED], *bounds][:-1]:
+            sure = {t for t in candidates if t not in first_row or before <= first_row[t]}
+            seen = seen | (dict.fromkeys(sure, before) if before else {})
+            found.append(seen)
+        return found
+
+    def _forget_but(self, files: Collection[str]) -> None:
+        """Keep what is known of these files alone; other threads may learn meanwhile."""
+        self._spans = {p: span for p, span in list(self._spans.items()) if p in files}
+        for table, sample in list(self._samples.items()):
+            self._samples[table] = self._with_rows(sample)
+        self._deletes = {path for path in list(self._deletes) if path in files}
+
+    def _with_rows(self, files: Iterable[FeedFile]) -> list[FeedFile]:
+        """Those of the files that may have a row."""
+        return [file for file in files if file.path not in self._deletes]
 
     def _everything(self) -> _Listing:
         """All that the folder has."""
@@ -686,8 +752,10 @@ class CockroachdbFiles(Changefeed):
             and self._wanted(file.topic)
             and (several or file.at < start)
         ]
-        for path, first, last in self._index(unknown) if unknown else ():
+        for path, first, last, rowless in self._index(unknown) if unknown else ():
             self._spans[path] = (first, last)
+            if rowless:
+                self._deletes.add(path)
 
     def _packed(self, files: Sequence[FeedFile]) -> Iterator[list[FeedFile]]:
         part: list[FeedFile] = []
@@ -727,6 +795,8 @@ class CockroachdbFiles(Changefeed):
             content = file.content(self._filesystem)
             read += len(content)
             found, file_key = self._sampled(table, file, content, declared, key)
+            if not found and _only_deletes(file, content, rows=0):
+                self._deletes.add(file.path)
             columns.update({c.name: c for c in found if c.name not in columns})
             key = key or file_key
         if not columns or not key:

@@ -11,7 +11,8 @@ table: `only deletes: (wall, logical, name, wall, logical, name ...)`.
 """
 
 import hashlib
-from collections.abc import Collection, Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 
 from icestream.frontier import MINIMUM, START, Frontier, Position
 from icestream.sources.cockroachdb.hlc import RESOLVED
@@ -38,13 +39,13 @@ def takes(frontier: Frontier, topic: str) -> bool:
     return not numbers or any(_number_of(name) in numbers for name in names_of(topic))
 
 
-def only_deletes(at: Position, tables: Collection[str], lower: Frontier) -> Frontier:
-    """What a frontier at a position has to say of tables that only had deletes up to `lower`."""
-    seen = lower[RESOLVED]
-    if not (tables and seen) and lower[ONLY_DELETES] == MINIMUM:
+def only_deletes(at: Position, seen: Mapping[str, Position], lower: Frontier) -> Frontier:
+    """What a frontier at a position has to say of tables that only had deletes, up to when."""
+    if not seen and lower[ONLY_DELETES] == MINIMUM:
         return Frontier()
-    numbers = sorted({_number_of(table) for table in tables}) if seen else []
-    return Frontier({ONLY_DELETES: (*at, *(part for each in numbers for part in (each, *seen)))})
+    numbers = {_number_of(table): until for table, until in seen.items()}
+    triples = [(number, *until) for number, until in sorted(numbers.items())]
+    return Frontier({ONLY_DELETES: (*at, *itertools.chain.from_iterable(triples))})
 
 
 def without_rows(frontier: Frontier, topic: str) -> Frontier:

@@ -1234,7 +1234,7 @@ def test_the_index_finds_the_span_of_a_files_timestamps(tmp_path):
     file = FeedFile.parse(str(path), 10)
     assert file is not None
     task = IndexTask(location=str(tmp_path), storage={}, file=file)
-    _, first, last = task.run()
+    _, first, last, _ = task.run()
     assert first <= at(2) <= at(5) < last
 
 
@@ -1245,9 +1245,30 @@ def test_a_file_whose_timestamps_cannot_be_seen_may_hold_any(tmp_path, content):
     path.write_bytes(content)
     file = FeedFile.parse(str(path), 10)
     assert file is not None
-    _, first, last = IndexTask(location=str(tmp_path), storage={}, file=file).run()
+    _, first, last, _ = IndexTask(location=str(tmp_path), storage={}, file=file).run()
     assert first <= (0, 0)
     assert last > at(10**6)
+
+
+@pytest.mark.parametrize(
+    ("rows", "only_deletes"),
+    [
+        ([wrapped(1, 1), wrapped(2, 2)], True),
+        ([wrapped(1, 1), wrapped(2, 2, name="x")], False),
+        ([wrapped(1, 1, name={"after": None})], False),
+        ([wrapped(1, 1), wrapped(2, 2, name='"after": null, "after": null')], False),
+        ([bare([1], 1)], True),
+        ([bare([1], 1, id=1, name={"a": {}})], False),
+        (['{"after": null'], False),
+    ],
+)
+def test_the_index_tells_a_file_that_only_deletes(tmp_path, rows, only_deletes):
+    """C8, Mend, read F6: by parsing what looks like one, for values may look like anything."""
+    path = feed(tmp_path).data("t", rows, at(0))
+    file = FeedFile.parse(str(path), 10)
+    assert file is not None
+    indexed = IndexTask(location=str(tmp_path), storage={}, file=file).run()
+    assert indexed.only_deletes == only_deletes
 
 
 def test_a_packed_file_counts_with_what_it_holds():

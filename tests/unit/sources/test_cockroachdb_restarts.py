@@ -15,7 +15,7 @@ from icestream.pipeline import Cadence, Pipeline
 from icestream.samples import FeedFolder
 from icestream.sinks.iceberg import IcebergSink, IcebergSinkOptions
 from icestream.sources.cockroachdb import numbered
-from icestream.sources.cockroachdb.files import CockroachdbFiles
+from icestream.sources.cockroachdb.files import CockroachdbFiles, FeedFile
 from icestream.sources.cockroachdb.hlc import after, parse_file_time
 from icestream.sources.cockroachdb.numbered import FOLDER, Numbered, Numbers, beginning, remembered
 from icestream.sources.cockroachdb.taken import without_rows
@@ -404,3 +404,69 @@ def test_a_half_committed_epoch_is_finished_in_a_table_that_it_only_deletes_from
     shop.run()
     assert shop.snapshots("orders") == [[0], [1]]
     assert shop.snapshots("ghosts") == [[7], [1]]
+
+
+@pytest.mark.parametrize("first_rounds", [1, 6])
+def test_a_table_that_only_had_deletes_needs_no_old_files_after_a_backlog(shop, first_rounds):
+    """C8, Mend, read F6: the rule for removing files holds however many boundaries a run had."""
+    for number in range(6):
+        shop.feed.data("ghosts", [wrapped(number, 10 * number + 1)], at(10 * number + 1))
+        shop.round(number, "orders")
+        if number + 1 == first_rounds:
+            shop.run()
+    shop.run()
+    shop.prune(49)
+    shop.round(6, "orders", "ghosts")
+    shop.run()
+    assert shop.snapshots("ghosts") == [[6]]
+
+
+def test_a_row_that_waits_in_a_backlog_ends_what_is_said_of_deletes(tmp_path):
+    """C8, Mend, read F6: or it would be missed when its table is dropped later."""
+    writer, feed_source = feed(tmp_path), source(tmp_path)
+    for number, columns in enumerate(({}, {}, {"name": "x"}, {}, {})):
+        writer.data("t", [wrapped(1, 10 * number + 1, **columns)], at(10 * number + 1))
+        writer.resolved(at(10 * number + 9))
+    said = [without_rows(upper, "t") for upper in feed_source.available(START)]
+    assert said == [START, after(at(9)), after(at(19)), after(at(19)), after(at(19))]
+
+
+def test_a_table_that_is_written_to_is_not_sampled(tmp_path):
+    """E5, Mend, read F11: what is kept does not grow with the files that were read."""
+    writer, feed_source = feed(tmp_path), source(tmp_path)
+    lower = START
+    for number in range(40):
+        seconds = 600 * number
+        writer.data("t", [wrapped(number, seconds + 1, name="x")], at(seconds + 1))
+        writer.resolved(at(seconds + 9))
+        (upper,) = feed_source.available(lower)
+        for split in feed_source.splits(Epoch(number=1, lower=lower, upper=upper)):
+            read(split)
+            feed_source.learn(split.learned())
+        lower = upper
+    assert feed_source._samples == {}
+
+
+def test_a_file_of_deletes_is_sampled_once(tmp_path, monkeypatch):
+    """E5, Mend, read F11: a table that only has deletes does not read all of them each time."""
+    writer, feed_source = feed(tmp_path), source(tmp_path)
+    sampled: list[str] = []
+    inner = CockroachdbFiles._sampled
+
+    def counted(self: CockroachdbFiles, table: str, file: FeedFile, *rest: Any) -> Any:
+        sampled.append(file.path)
+        return inner(self, table, file, *rest)
+
+    # Counts what the coordinator reads to find the table's columns.
+    monkeypatch.setattr(CockroachdbFiles, "_sampled", counted)
+    lower = START
+    for number in range(20):
+        seconds = 600 * number
+        writer.data("t", [wrapped(number, seconds + 1)], at(seconds + 1))
+        writer.resolved(at(seconds + 9))
+        (upper,) = feed_source.available(lower)
+        feed_source.splits(Epoch(number=1, lower=lower, upper=upper))
+        assert feed_source.shape("t") is None
+        lower = upper
+    assert len(sampled) == len(set(sampled)) == 20
+    assert len(feed_source._deletes) < 10
