@@ -301,12 +301,28 @@ class IcebergSink:
 
     def durable(self, tables: Sequence[str]) -> Mapping[str, Progress]:
         """What the tables remember; see `Sink.durable`."""
+        found = self._remembered(tables)
+        if lost := lacking_tables(found):
+            # Another run may have gone on while they were read one after the other. What is read
+            # after all others lacks nothing then.
+            again = self._remembered(tables)
+            for table, error in lost.items():
+                if table in again and table in lacking_tables({**found, table: again[table]}):
+                    raise error
+            raise TargetUnavailable(
+                "the tables were written to while they were read",
+                detail="Another run of the pipeline is active.",
+                hint="Nothing is lost; start again.",
+            )
+        self._refuse_unread(found)
+        return found
+
+    def _remembered(self, tables: Sequence[str]) -> dict[str, Progress]:
         found = {}
         for table, (_, head) in self.heads(tables).items():
             refuse_rollback(head, table, self._pipeline)
             progress = head.progress or Progress(pipeline=self._pipeline)
             found[table] = replace(progress, table_id=table_id(head.uuid))
-        self._refuse_unread(found)
         return found
 
     def claim(self, tables: Sequence[str]) -> Mapping[str, Progress]:

@@ -376,6 +376,28 @@ def test_what_is_durable_is_read_without_claiming():
     assert lake.tables[name("a")] is before
 
 
+@pytest.mark.parametrize("question", range(1, 9))
+def test_a_start_while_another_run_goes_on_takes_no_table_for_one_that_was_set_back(question):
+    """E8, E4, Mend, leftover: the tables are read one after the other, so some may look older."""
+    lake = Lake()
+    running = sink(lake)
+    running.claim(["a", "b"])
+    commit(running, epoch(1, 0, 5), "a", "b")
+
+    def go_on() -> None:
+        commit(running, epoch(2, 5, 9), "a", "b")
+        commit(running, epoch(3, 9, 12), "b")
+
+    started = sink(lake, Interrupted(question, go_on))
+    try:
+        found = started.durable(["a", "b"])
+    except TargetUnavailable as error:
+        assert "while they were read" in error.message
+        found = started.durable(["a", "b"])
+    assert resume_point(found).number in (1, 2, 3)
+    assert resume_point(started.claim(["a", "b"])).number in (1, 3)
+
+
 def test_a_run_that_was_succeeded_cannot_commit():
     """E6: a zombie that wakes up after its successor started can never commit."""
     lake = Lake()
