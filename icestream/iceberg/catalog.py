@@ -13,9 +13,10 @@ Data and delete files are described by what workers reported; they are never lis
 import json
 import os
 import uuid
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 from py4j.protocol import Py4JError, Py4JJavaError, Py4JNetworkError
@@ -589,11 +590,14 @@ class Table:
         with self._readable():
             return sorted(self._table.schema().identifierFieldNames())
 
-    def evolve(self, columns: Sequence[Column], key: Sequence[str]) -> bool:
+    def evolve(
+        self, columns: Sequence[Column], key: Sequence[str], noted: str | None = None
+    ) -> bool:
         """Let the table take these columns of the source, in one commit; False if it does already.
 
-        `key` names columns of the table that stay required. A schema that somebody else changes
-        meanwhile is looked at again. Raises `SchemaRejected` when no safe change leads there.
+        `key` names columns of the table that stay required, and `noted` the property that says the
+        number of the new schema, if any. A schema that somebody else changes meanwhile is looked at
+        again. Raises `SchemaRejected` when no safe change leads there.
         """
         for _ in range(EVOLUTIONS_MAX):
             with as_unavailable(f"could not change the schema of table {self.name}"):
@@ -602,7 +606,7 @@ class Table:
                 if not steps:
                     return False
                 try:
-                    self._take(steps)
+                    self._change_schema([partial(self._with_steps, steps)], noted)
                     return True
                 except Py4JJavaError as error:
                     if not _class_names(error) & set(_REFUSED):
@@ -621,11 +625,12 @@ class Table:
             summaries = [_dictionary(each.summary()) for each in snapshots]
         return not any(int(each.get(name, 0)) for each in summaries for name in held)
 
-    def shape_anew(self, columns: Sequence[Column]) -> list[str]:
+    def shape_anew(self, columns: Sequence[Column], noted: str) -> list[str]:
         """Give columns that have other types the ones given; for a table that never held rows.
 
         Returns their names. A column is dropped and added again under its name, which is no safe
-        change where there are rows. One that is part of the identifier leaves it for a moment.
+        change where there are rows. One that is part of the identifier leaves it for a moment. All
+        is one commit, as is the property `noted`, which gets the number of the new schema.
         """
         with as_unavailable(f"could not change the schema of table {self.name}"):
             self._table.refresh()
@@ -641,15 +646,16 @@ class Table:
             identifier = self.identifier_columns()
             names = [column.name for column in other]
             kept = [name for name in identifier if name not in names]
-            self._commit_schema(self._retyped(other, kept))
-            if kept != identifier:
-                update = self._table.updateSchema()
-                self._commit_schema(update.setIdentifierFields(_list(self._jvm, identifier)))
+            changes: list[Callable[[Any], Any]] = [
+                partial(self._retyped, other, kept),
+                lambda update: update.setIdentifierFields(_list(self._jvm, identifier)),
+            ]
+            self._change_schema(changes, noted)
             return names
 
-    def _retyped(self, columns: Sequence[Column], identifier: Sequence[str]) -> Any:
+    def _retyped(self, columns: Sequence[Column], identifier: Sequence[str], update: Any) -> Any:
         parser = self._jvm.org.apache.iceberg.SchemaParser
-        update = self._table.updateSchema().allowIncompatibleChanges()
+        update = update.allowIncompatibleChanges()
         update = update.setIdentifierFields(_list(self._jvm, identifier))
         for column in columns:
             alone = parser.fromJson(column_schema(column).model_dump_json())
@@ -675,14 +681,18 @@ class Table:
         names = [column.name for column in seen.fields if column.field_id in ids]
         return evolution(seen, columns, names, str(self.name))
 
-    def _take(self, steps: Sequence[Step]) -> None:
-        """Commit the steps as one change of the schema, unless somebody else was faster."""
-        self._commit_schema(self._update_schema(steps))
-
-    def _commit_schema(self, update: Any) -> None:
+    def _change_schema(self, changes: Sequence[Callable[[Any], Any]], noted: str | None) -> None:
+        """Commit changes of the schema, unless somebody else was faster; with the number of the new
+        schema in the property `noted` as one commit, so that a kill leaves all of it or nothing."""
+        transaction = self._table.newTransaction() if noted else None
         try:
             with _as_py4j():
-                update.commit()
+                for change in changes:
+                    change((transaction or self._table).updateSchema()).commit()
+                if transaction:
+                    number = str(transaction.table().schema().schemaId())
+                    transaction.updateProperties().set(noted, number).commit()
+                    transaction.commitTransaction()
         except Py4JJavaError as error:
             if "IllegalArgumentException" not in _class_names(error):
                 raise
@@ -692,9 +702,8 @@ class Table:
                 hint="Change the table's schema so that it takes them.",
             ) from error
 
-    def _update_schema(self, steps: Sequence[Step]) -> Any:
+    def _with_steps(self, steps: Sequence[Step], update: Any) -> Any:
         parser, schema = self._jvm.org.apache.iceberg.SchemaParser, self._table.schema()
-        update = self._table.updateSchema()
         for step in steps:
             # Names are asked by id, for the source may have others.
             number = step.field_id

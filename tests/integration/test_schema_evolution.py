@@ -23,7 +23,7 @@ from pyspark.sql import SparkSession
 
 from icestream.errors import CommitConflict, SchemaRejected
 from icestream.schema import NAME_MAPPING, Column, TableShape, gaps, schema_from_json
-from icestream.sinks.iceberg import RENAMES_MAX, TableOptions
+from icestream.sinks.iceberg import RENAMES_MAX, SCHEMA_PROPERTY, TableOptions
 from tests.integration.hand_fed import HandFed, gone, put, shape
 from tests.lake import Lake
 from tests.proxy import Proxy
@@ -195,6 +195,38 @@ def test_a_schema_that_does_not_come_to_rest_is_not_fought_for_ever(
         refusals.remove()
         fed.sink.evolve("t", [Column(name="n", type=LongType())])
     assert "n" in columns(lake, f"{namespace}.t")
+
+
+def test_a_schema_that_icestream_gives_a_new_table_is_noted_in_the_same_commit(
+    spark: SparkSession, rest: RestCatalog, lake: Lake, namespace: str
+) -> None:
+    """I10, Mend, leftover: a kill between two commits would leave a table that looks as if somebody
+    else had changed it, and it would never take the types that are declared later."""
+    commits: list[None] = []
+    with Proxy(rest.uri) as proxy:
+        catalog = rest.catalog_properties(uri=proxy.url)
+        proxy.on("POST", "/tables/t$", times=None).call_before(lambda: commits.append(None))
+
+        def started(**types: IcebergType) -> HandFed:
+            fed = HandFed(spark, catalog, {"t": shape(["id"], **types)}, namespace=namespace)
+            commits.clear()
+            return fed
+
+        def noted(fed: HandFed) -> bool:
+            handle = fed.sink._states["t"].handle
+            return int(handle.properties()[SCHEMA_PROPERTY]) == handle.schema_id() > 0
+
+        first = started(id=LongType(), v=DoubleType())
+        assert first.sink.prepare("t", lambda: first.shapes["t"])
+        second = started(id=StringType(), v=LongType())
+        assert second.sink.prepare("t", lambda: second.shapes["t"])
+        assert (len(commits), noted(second)) == (1, True)
+        second.sink.evolve("t", [Column(name="w", type=LongType())])
+        assert (len(commits), noted(second)) == (2, True)
+        # Each of them could have been the last one of its run.
+        third = started(id=IntegerType(), v=StringType())
+        third.commit({"t": [put(id=1, v="one")]})
+    assert by_id(lake, f"{namespace}.t") == {1: {"v": "one", "w": None}}
 
 
 def mapped(lake: Lake, name: str, mapping: list[dict[str, Any]]) -> None:

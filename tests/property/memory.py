@@ -449,7 +449,7 @@ class MemoryTable:
     def never_held_rows(self) -> bool:
         return not any(snapshot.paths for snapshot in self._current.snapshots.values())
 
-    def shape_anew(self, columns: Sequence[Column]) -> list[str]:
+    def shape_anew(self, columns: Sequence[Column], noted: str) -> list[str]:
         return []
 
     def identifier_columns(self) -> list[str]:
@@ -457,7 +457,9 @@ class MemoryTable:
         ids = schema.get("identifier-field-ids", [])
         return sorted(column["name"] for column in schema["fields"] if column["id"] in ids)
 
-    def evolve(self, columns: Sequence[Column], key: Sequence[str]) -> bool:
+    def evolve(
+        self, columns: Sequence[Column], key: Sequence[str], noted: str | None = None
+    ) -> bool:
         self._wire.send(
             lambda: self._lake.evolve(self.name, columns),
             TargetUnavailable,

@@ -405,10 +405,9 @@ class IcebergSink:
     def evolve(self, table: str, columns: Sequence[Column]) -> None:
         """Let the table take these columns of the source; see `Sink.evolve`."""
         state = self._states[table]
-        before, own = state.source_names(), self._own_schema(state)
-        if state.handle.evolve(columns, state.key or ()):
-            if own:
-                self._note_schema(state)
+        before = state.source_names()
+        noted = SCHEMA_PROPERTY if self._own_schema(state) else None
+        if state.handle.evolve(columns, state.key or (), noted):
             log.info("columns %s evolved", [c.name for c in columns], extra={"table": table})
             state.renames = 0
         state.meet(columns)
@@ -849,9 +848,8 @@ class IcebergSink:
             last = furthest(each.progress for each in list(self._states.values()))
             return last is not None and state.progress.table_id in last.members
         columns = [Column(name=c.name, type=c.field_type) for c in new_schema(known).fields]
-        changed = state.handle.shape_anew(columns)
+        changed = state.handle.shape_anew(columns, SCHEMA_PROPERTY)
         if changed:
-            self._note_schema(state)
             log.info("columns %s have new types", changed, extra={"table": table})
         return True
 
@@ -864,9 +862,6 @@ class IcebergSink:
         if state.progress.epoch or KEY_PROPERTY not in properties:
             return False
         return state.handle.schema_id() == int(properties.get(SCHEMA_PROPERTY, 0))
-
-    def _note_schema(self, state: _TableState) -> None:
-        state.handle.remember(SCHEMA_PROPERTY, str(state.handle.schema_id()))
 
     def _key(
         self, table: str, handle: Table, shape: Callable[[], TableShape | None]
