@@ -14,6 +14,7 @@ expressions only where the condition holds.
 """
 
 import difflib
+import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -74,6 +75,17 @@ _HEAD = T.StructType(
     ]
 )
 _KEEP = "keep"
+# Settings that change what a select means. A run with others would give other rows.
+_MEANING = {
+    "spark.sql.ansi.enabled": "true",
+    "spark.sql.caseSensitive": "false",
+    "spark.sql.session.timeZone": "UTC",
+}
+# Texts that Spark takes for a day or a moment of the clock: alone, and before a literal's value.
+_CLOCK_WORDS = re.compile(r"\s*(now|today|tomorrow|yesterday)\b", re.IGNORECASE)
+_CLOCK_LITERALS = re.compile(
+    r"\b(date|timestamp|timestamp_ntz|timestamp_ltz)\s*['\"]" + _CLOCK_WORDS.pattern, re.IGNORECASE
+)
 # What Spark calls the steps of a plan, and what a person wrote to get them; the most telling first.
 _FORBIDDEN = {
     "Window": "window functions",
@@ -196,6 +208,8 @@ class Selects:
     def __init__(self, spark: SparkSession, texts: Mapping[str, str]):
         # The view has one name for all tables and pipelines: a session of its own keeps them apart.
         self.spark = spark.newSession()
+        for name, value in _MEANING.items():
+            self.spark.conf.set(name, value)
         self._texts = dict(texts)
         self._lock = threading.Lock()
         for table in self._texts:
@@ -331,13 +345,16 @@ class Selects:
         if contains(self.spark, expression, "PLAN_EXPRESSION"):
             raise _refused(table, "subqueries")
         fickle = contains(self.spark, expression, "CURRENT_LIKE") or not expression.deterministic()
-        # Spark takes it for the same each time, but it begins with random bytes.
-        if fickle or "AesEncrypt" in {_class(node) for node in _inside(expression)}:
+        nodes = list(_inside(expression))
+        # Spark takes these for the same each time. The first begins with random bytes.
+        fickle |= "AesEncrypt" in map(_class, nodes) or any(map(_tells_the_clock, nodes))
+        if fickle or _CLOCK_LITERALS.search(self._texts[table]):
             raise ConfigInvalid(
                 f"the transform of table {table} gives something else each time",
                 detail="An epoch that is read again must give the same rows.",
                 hint="Leave out functions such as `now`, `rand`, `uuid`, `current_user` and "
-                "`aes_encrypt`; `sha2` and `hash` give the same each time.",
+                "`aes_encrypt`, and days such as 'today'; `sha2` and `hash` give the same each "
+                "time.",
             )
 
 
@@ -474,8 +491,18 @@ def _nodes(plan: Any) -> list[Any]:
 
 def _inside(expression: Any) -> Iterator[Any]:
     yield expression
+    if _class(expression) in ("ParseToDate", "ParseToTimestamp"):
+        # `to_date` and its like become casts later.
+        yield from _inside(expression.replacement())
     for number in range(expression.children().size()):
         yield from _inside(expression.children().apply(number))
+
+
+def _tells_the_clock(node: Any) -> bool:
+    """Whether a text becomes a day or a moment, and which one depends on when that happens."""
+    if _class(node) != "Cast" or node.dataType().simpleString()[:4] not in ("date", "time"):
+        return False
+    return bool(node.child().foldable() and _CLOCK_WORDS.match(str(node.child().eval(None))))
 
 
 def _class(node: Any) -> str:

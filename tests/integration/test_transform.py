@@ -38,6 +38,7 @@ from pyiceberg.types import (
     TimeType,
     UUIDType,
 )
+from pyspark.errors import ArithmeticException
 from pyspark.sql import SparkSession
 
 from icestream.change import AT, OP, SEQ, Op
@@ -105,6 +106,14 @@ REFUSED = {
     "select id, current_timestamp() as n from changes": "read again",
     "select id from changes where at < current_date": "read again",
     "select id, current_user() as u from changes": "read again",
+    # Mend h4: words of the clock, as literals, in casts, and where Spark casts by itself.
+    "select id, date'today' as d from changes": "read again",
+    "select id, TIMESTAMP 'Now' as d from changes": "read again",
+    "select id, cast('today' as date) as d from changes": "read again",
+    "select id, to_date(' tomorrow ') as d from changes": "read again",
+    "select id, to_timestamp('now') as d from changes": "read again",
+    "select id from changes where at < 'yesterday'": "read again",
+    "select id, cast(concat('to', 'day') as timestamp) as d from changes": "read again",
     "select id, unix_timestamp() as u from changes": "read again",
     "select id, aes_encrypt(place.city, '0000111122223333') as c from changes": "read again",
     "select id, monotonically_increasing_id() as m from changes": "read again",
@@ -135,6 +144,11 @@ ALLOWED: dict[str, tuple[list[str], list[str]]] = {
     "select * from changes": (["id", "at", "place", "tags"], ["id"]),
     "SELECT * EXCEPT (tags, at) FROM Changes c": (["id", "place"], ["id"]),
     "select ID as order_id, c.place.city from changes c": (["order_id", "city"], ["order_id"]),
+    # A text that is no time, and texts that are the same time each time.
+    "select id, 'today' as word from changes where place.city = 'now' and at > 'epoch'": (
+        ["id", "word"],
+        ["id"],
+    ),
     "select tags[0] as first, id from changes where at > timestamp '2020-01-01' or id = 1": (
         ["first", "id"],
         ["id"],
@@ -172,6 +186,20 @@ def test_columns_of_odd_names_are_told_apart(spark: SparkSession):
     with pytest.raises(ConfigInvalid, match="not understood") as caught:
         Selects(spark, {"t": "select id from changes"}).derived("t", twins)
     assert "ambiguous" in str(caught.value)
+
+
+def test_settings_of_the_session_do_not_change_what_a_select_means(spark: SparkSession):
+    """E11, Mend h4: the same rows come out in whatever session the pipeline runs."""
+    other = spark.newSession()
+    other.conf.set("spark.sql.session.timeZone", "Asia/Tokyo")
+    other.conf.set("spark.sql.ansi.enabled", "false")
+    other.conf.set("spark.sql.caseSensitive", "true")
+    selects = Selects(other, {"t": "select ID, hour(at) as h, id / 0 as d from changes"})
+    assert [c.name for c in selects.derived("t", NESTED).shape.columns] == ["ID", "h", "d"]
+    midnight = "select hour(timestamp '2020-01-01 00:00:00Z') as h"
+    assert selects.spark.sql(midnight).collect()[0]["h"] == 0
+    with pytest.raises(ArithmeticException):
+        selects.spark.sql("select 1 / 0 as d").collect()
 
 
 def test_a_key_that_the_source_lacks_is_refused(spark: SparkSession):
