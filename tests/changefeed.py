@@ -21,6 +21,7 @@ import pyarrow as pa
 
 from icestream.errors import HistoryLost
 from icestream.samples import Row, capture
+from icestream.sources import Budget
 from icestream.sources.cockroachdb import CockroachdbOptions, TopicsOptions, index, topics
 from icestream.sources.cockroachdb.topics import CockroachdbTopics
 from icestream.sources.kafka.client import Topic
@@ -28,6 +29,7 @@ from icestream.sources.kafka.consumer import Range
 from icestream.sources.kafka.rows import Records
 
 PARTITIONS_MAX = 5
+UNBOUNDED = Budget(rows=2**63, bytes=2**63)
 
 Hlc = tuple[int, int]
 Key = tuple[Any, ...]
@@ -319,4 +321,5 @@ class MemoryTopics:
             "p",
             lambda tasks: [task.run() for task in tasks],
             workers,
+            UNBOUNDED,
         )

@@ -37,9 +37,6 @@ class Budget:
         return rows >= self.rows or size_bytes >= self.bytes
 
 
-UNBOUNDED = Budget(rows=2**63, bytes=2**63)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
     """Rows of a table that are to be looked up by their keys, and the columns that are wanted."""

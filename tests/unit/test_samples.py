@@ -10,6 +10,7 @@ from icestream.samples import FeedFolder, capture, capture_names, play, resolved
 from icestream.sources.cockroachdb import CockroachdbOptions
 from icestream.sources.cockroachdb.files import CockroachdbFiles
 from icestream.sources.cockroachdb.hlc import resolved_of as resolved_of_frontier
+from tests.changefeed import UNBOUNDED
 
 
 @pytest.mark.parametrize("name", capture_names())
@@ -36,7 +37,10 @@ def test_a_played_capture_is_read_back_epoch_by_epoch(tmp_path, compression):
     rows = capture("01_wrapped_updated_diff_mvcc_resolved.jsonl")
     markers = list(play(rows, FeedFolder(tmp_path, compression)))
     source = CockroachdbFiles(
-        CockroachdbOptions(files=str(tmp_path)), "p", lambda tasks: [task.run() for task in tasks]
+        CockroachdbOptions(files=str(tmp_path)),
+        "p",
+        lambda tasks: [task.run() for task in tasks],
+        UNBOUNDED,
     )
     uppers = source.available(START)
     assert [resolved_of_frontier(upper) for upper in uppers] == sorted(set(markers))

@@ -5,7 +5,7 @@ belong to it is told by their own timestamps, never by where or when they came.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from pyiceberg.types import IcebergType
@@ -92,7 +92,21 @@ class Changefeed(Source):
 
 def _said_of(table: str, options: Mapping[str, T], nothing: T) -> T:
     """What the options say of a table, by its full name or by the last part of it."""
-    return options.get(table, options.get(table.rsplit(".", 1)[-1], nothing))
+    return next((options[name] for name in names_of(table) if name in options), nothing)
+
+
+def packed(parts: Sequence[T], size_of: Callable[[T], int], limit: int) -> Iterator[list[T]]:
+    """The parts in groups, each as large as the limit allows; a larger part is alone."""
+    group: list[T] = []
+    size = 0
+    for part in parts:
+        if group and size + size_of(part) > limit:
+            yield group
+            group, size = [], 0
+        group.append(part)
+        size += size_of(part)
+    if group:
+        yield group
 
 
 def refuse_other_key(table: str, source_key: Sequence[str], key: Sequence[str]) -> None:

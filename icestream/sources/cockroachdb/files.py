@@ -51,9 +51,9 @@ from icestream.schema import (
     cast_text,
     schema_from_json,
 )
-from icestream.sources import UNBOUNDED, Budget, TableSplit
+from icestream.sources import Budget, TableSplit
 from icestream.sources.cockroachdb import CockroachdbOptions
-from icestream.sources.cockroachdb.feed import Changefeed, refuse_other_key
+from icestream.sources.cockroachdb.feed import Changefeed, packed, refuse_other_key
 from icestream.sources.cockroachdb.hlc import (
     FILE_NAME_DIGITS,
     RESOLVED,
@@ -69,8 +69,8 @@ from icestream.sources.cockroachdb.numbered import (
     Numbered,
     Numbers,
     beginning,
+    number_of,
     remembered,
-    writer_of,
 )
 from icestream.sources.cockroachdb.rows import (
     KeySearch,
@@ -144,7 +144,7 @@ class FeedFile:
             format=found["format"],
             compression=found["compression"] or "",
             size_bytes=size_bytes,
-            writer=writer_of(found["uniquer"]),
+            writer=number_of(found["uniquer"]),
             number=int(found["file"], 16),
         )
 
@@ -392,7 +392,7 @@ class CockroachdbFiles(Changefeed):
         options: CockroachdbOptions,
         pipeline: str,
         index: IndexFiles,
-        budget: Budget = UNBOUNDED,
+        budget: Budget,
     ):
         super().__init__(options, pipeline, budget)
         self._index = index
@@ -528,7 +528,7 @@ class CockroachdbFiles(Changefeed):
         return [
             self._split(table, files, lower, upper)
             for table, whole in wanted.items()
-            for files in self._packed(whole)
+            for files in packed(whole, FeedFile.row_bytes, self._options.split_bytes)
         ]
 
     def verify(self, durable: Frontier) -> None:
@@ -605,14 +605,9 @@ class CockroachdbFiles(Changefeed):
             for path, file in self._files.items()
         ]
         known = sorted(self._markers)
-        since = [
-            max(0, known[bisect.bisect_left(known, each) - 1][0] - REWIND_SECONDS * 10**9)
-            if known[0] < each
-            else 0
-            for each in boundaries
-        ]
-        folders = remembered(boundaries, files, lower, since)
         reached = [after(boundary) for boundary in boundaries]
+        since = [max(0, *_earliest(known, at[RESOLVED]), 0) for at in reached]
+        folders = remembered(boundaries, files, lower, since)
         seen = self._seen_without_rows([at[RESOLVED] for at in reached], lower)
         return [
             Frontier({**at.positions, FOLDER: folder})
@@ -664,7 +659,7 @@ class CockroachdbFiles(Changefeed):
 
     def _list(self, start: Position) -> _Listing:
         """Data files and markers of the folder, but for what lies well before `start`."""
-        earliest = self._earliest(start)
+        earliest = _earliest(sorted(self._markers), start)
         listing = _Listing()
         for path, size_bytes in self._walk(earliest):
             name = PurePosixPath(path).name
@@ -719,17 +714,6 @@ class CockroachdbFiles(Changefeed):
                     if _current(entry.base_name, oldest_day):
                         pending.append(entry.path)
 
-    def _earliest(self, start: Position) -> Position:
-        """Files named earlier than this hold nothing from `start` on.
-
-        A file is begun after the marker before the one that closes it. So whatever may reach past
-        `start` was begun after the last marker before it; some time is added for restarted feeds.
-        """
-        before = [marker for marker in self._markers if (marker[0], marker[1] + 1) < start]
-        if not before:
-            return ()
-        return (max(before)[0] - REWIND_SECONDS * 1_000_000_000, 0)
-
     def _bytes_before(self, markers: Sequence[Position]) -> list[int]:
         """About how many bytes each marker brings: those of files begun since the one before."""
         sizes = [0] * len(markers)
@@ -756,18 +740,6 @@ class CockroachdbFiles(Changefeed):
             self._spans[path] = (first, last)
             if rowless:
                 self._deletes.add(path)
-
-    def _packed(self, files: Sequence[FeedFile]) -> Iterator[list[FeedFile]]:
-        part: list[FeedFile] = []
-        size = 0
-        for file in files:
-            if part and size + file.row_bytes() > self._options.split_bytes:
-                yield part
-                part, size = [], 0
-            part.append(file)
-            size += file.row_bytes()
-        if part:
-            yield part
 
     def _split(
         self, table: str, files: Sequence[FeedFile], lower: Position, upper: Position
@@ -833,6 +805,16 @@ class CockroachdbFiles(Changefeed):
             return columns, search.key(table)
         except MalformedJson as error:
             raise file.damaged(f"Row {error.row + 1}, byte {error.offset}: {error}.") from error
+
+
+def _earliest(markers: Sequence[Position], start: Position) -> Position:
+    """Files named earlier than this hold nothing from `start` on; the markers are ascending.
+
+    A file is begun after the marker before the one that closes it. So whatever may reach past
+    `start` was begun after the last marker before it; some time is added for restarted feeds.
+    """
+    place = bisect.bisect_left(markers, start, key=lambda marker: (marker[0], marker[1] + 1))
+    return (markers[place - 1][0] - REWIND_SECONDS * 10**9, 0) if place else ()
 
 
 def _named_place(frontier: Frontier) -> str:

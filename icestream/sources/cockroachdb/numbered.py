@@ -37,9 +37,14 @@ Needed = Mapping[int, tuple[int, int]]
 
 
 @lru_cache(maxsize=4096)
-def writer_of(uniquer: str) -> int:
-    """A number that stands for a writer: what its files' names have in common."""
-    return int.from_bytes(hashlib.sha256(uniquer.encode()).digest()[:6], "big")
+def number_of(name: str) -> int:
+    """A number that stands for a name: a table's, or what the names of a writer's files share."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big")
+
+
+def triples(parts: Position) -> dict[int, tuple[int, int]]:
+    """Numbers that come in threes, in their order: the second and third by the first."""
+    return dict(zip(parts[::3], zip(parts[1::3], parts[2::3], strict=True), strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,5 +162,4 @@ def remembered(
 
 def _named(lower: Frontier) -> dict[int, tuple[int, int]]:
     """By writer that a frontier names, in its order: the numbers that it names."""
-    parts = lower[FOLDER][3:]
-    return dict(zip(parts[::3], zip(parts[1::3], parts[2::3], strict=True), strict=True))
+    return triples(lower[FOLDER][3:])

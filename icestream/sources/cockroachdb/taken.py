@@ -10,12 +10,12 @@ be read from the beginning. So the frontier also remembers up to when that was s
 table: `only deletes: (wall, logical, name, wall, logical, name ...)`.
 """
 
-import hashlib
 import itertools
 from collections.abc import Mapping, Sequence
 
 from icestream.frontier import MINIMUM, START, Frontier, Position
 from icestream.sources.cockroachdb.hlc import RESOLVED
+from icestream.sources.cockroachdb.numbered import number_of, triples
 
 TAKEN = "tables"
 ONLY_DELETES = "only deletes"
@@ -30,31 +30,25 @@ def taken(at: Position, tables: Sequence[str], lower: Frontier) -> Frontier:
     """What a frontier at a position has to say of the tables; nothing while all were taken."""
     if not tables and lower[TAKEN] == MINIMUM:
         return Frontier()
-    return Frontier({TAKEN: (*at, *sorted({_number_of(name) for name in tables}))})
+    return Frontier({TAKEN: (*at, *sorted({number_of(name) for name in tables}))})
 
 
 def takes(frontier: Frontier, topic: str) -> bool:
     """Whether a table was read up to a frontier; of those of earlier versions it is believed."""
     numbers = frontier[TAKEN][2:]
-    return not numbers or any(_number_of(name) in numbers for name in names_of(topic))
+    return not numbers or any(number_of(name) in numbers for name in names_of(topic))
 
 
 def only_deletes(at: Position, seen: Mapping[str, Position], lower: Frontier) -> Frontier:
     """What a frontier at a position has to say of tables that only had deletes, up to when."""
     if not seen and lower[ONLY_DELETES] == MINIMUM:
         return Frontier()
-    numbers = {_number_of(table): until for table, until in seen.items()}
-    triples = [(number, *until) for number, until in sorted(numbers.items())]
-    return Frontier({ONLY_DELETES: (*at, *itertools.chain.from_iterable(triples))})
+    numbers = {number_of(table): until for table, until in seen.items()}
+    parts = itertools.chain.from_iterable((n, *until) for n, until in sorted(numbers.items()))
+    return Frontier({ONLY_DELETES: (*at, *parts)})
 
 
 def without_rows(frontier: Frontier, topic: str) -> Frontier:
     """How far a table is known to have had nothing but deletes; the start if that is not known."""
-    parts = frontier[ONLY_DELETES][2:]
-    seen = dict(zip(parts[::3], zip(parts[1::3], parts[2::3], strict=True), strict=True))
-    at = seen.get(_number_of(topic))
+    at = triples(frontier[ONLY_DELETES][2:]).get(number_of(topic))
     return Frontier({RESOLVED: at}) if at else START
-
-
-def _number_of(name: str) -> int:
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big")

@@ -22,6 +22,7 @@ timestamp that they were left at, `(end, low, first, wall, logical + 1)`, and fr
 import bisect
 import itertools
 import logging
+import operator
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -34,9 +35,9 @@ from icestream.epoch import Epoch
 from icestream.errors import DataRejected, IcestreamError, SourceUnavailable
 from icestream.frontier import Frontier, Position
 from icestream.schema import Column, TableShape, joined_columns, schema_from_json
-from icestream.sources import UNBOUNDED, Budget, SplitsLost, TableSplit
+from icestream.sources import Budget, SplitsLost, TableSplit
 from icestream.sources.cockroachdb import CockroachdbOptions, TopicsOptions
-from icestream.sources.cockroachdb.feed import Changefeed, refuse_other_key
+from icestream.sources.cockroachdb.feed import Changefeed, packed, refuse_other_key
 from icestream.sources.cockroachdb.hlc import RESOLVED, after, resolved_of
 from icestream.sources.cockroachdb.index import (
     BATCH_BYTES,
@@ -200,7 +201,7 @@ class CockroachdbTopics(Changefeed):
         pipeline: str,
         index: IndexTopics,
         workers: int,
-        budget: Budget = UNBOUNDED,
+        budget: Budget,
     ):
         super().__init__(options, pipeline, budget)
         assert options.kafka is not None
@@ -328,7 +329,11 @@ class CockroachdbTopics(Changefeed):
         splits = [
             self._split(topic, group, *spans[topic])
             for topic in sorted(pieces)
-            for group in self._packed(sorted(pieces[topic], key=lambda piece: str(piece[0])))
+            for group in packed(
+                sorted(pieces[topic], key=lambda piece: str(piece[0])),
+                operator.itemgetter(1),
+                self._options.split_bytes,
+            )
         ]
         for split in splits:
             # Later epochs are planned before this one is written: its rows must stay in the sample.
@@ -559,18 +564,6 @@ class CockroachdbTopics(Changefeed):
             if size >= self._options.split_bytes or number + 1 == len(runs):
                 yield replace(whole, start=start, end=min(run.end, whole.end)), size
                 size = 0
-
-    def _packed(self, pieces: Sequence[tuple[Range, int]]) -> Iterator[Sequence[tuple[Range, int]]]:
-        part: list[tuple[Range, int]] = []
-        size = 0
-        for piece in pieces:
-            if part and size + piece[1] > self._options.split_bytes:
-                yield part
-                part, size = [], 0
-            part.append(piece)
-            size += piece[1]
-        if part:
-            yield part
 
     def _split(
         self, topic: str, pieces: Sequence[tuple[Range, int]], lower: Position, upper: Position

@@ -54,6 +54,7 @@ from icestream.sources.cockroachdb.hlc import (
 )
 from icestream.sources.json_cells import lines, members
 from icestream.sources.json_columns import infer_type
+from tests.changefeed import UNBOUNDED
 
 SECOND = 1_000_000_000
 NOON = 1_700_000_000 * SECOND
@@ -83,7 +84,7 @@ def bare(key: list[object] | None, seconds: float, /, **columns: Any) -> str:
 def source(folder: Path | str, **options: Any) -> CockroachdbFiles:
     """The source, whose index tasks run in this process."""
     given = CockroachdbOptions(files=str(folder), **options)
-    return CockroachdbFiles(given, "p", lambda tasks: [task.run() for task in tasks])
+    return CockroachdbFiles(given, "p", lambda tasks: [task.run() for task in tasks], UNBOUNDED)
 
 
 def feed(path: Path, *, compression: str = "") -> FeedFolder:

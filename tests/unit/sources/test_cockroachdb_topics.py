@@ -18,7 +18,7 @@ from icestream.sources.cockroachdb import CockroachdbOptions, TopicsOptions, top
 from icestream.sources.cockroachdb.hlc import resolved_of
 from icestream.sources.cockroachdb.topics import CockroachdbTopics
 from icestream.sources.kafka.consumer import PartitionStalled
-from tests.changefeed import Hlc, MemoryTopics, Message, hlc_text, marker, wrapped
+from tests.changefeed import UNBOUNDED, Hlc, MemoryTopics, Message, hlc_text, marker, wrapped
 
 SECOND = 1_000_000_000
 NOON = 1_700_000_000 * SECOND
@@ -193,7 +193,7 @@ def test_a_partition_that_appears_while_markers_are_looked_for_is_not_passed_ove
         return found
 
     options = CockroachdbOptions(kafka=TopicsOptions(bootstrap_servers="x:1", topics=["t"]))
-    source = CockroachdbTopics(options, "p", index, 2)
+    source = CockroachdbTopics(options, "p", index, 2, UNBOUNDED)
     assert source.available(START) == []
     assert source.trouble() is not None
     resolve(memory, at(3))
@@ -522,7 +522,7 @@ def test_trouble_that_an_epoch_takes_away_meanwhile():
             self._kept = found
 
     options = CockroachdbOptions(kafka=TopicsOptions(bootstrap_servers="x:1", topics=["t"]))
-    source = Reading(options, "p", lambda tasks: [], 2)
+    source = Reading(options, "p", lambda tasks: [], 2, UNBOUNDED)
     lost = PartitionStalled("t", 0)
     source.give_up(lost)
     assert source.trouble() is lost
