@@ -558,11 +558,7 @@ class PostgresSource(Source):
                 continue
             table = name[5:].rsplit(" ", 1)[0]
             if table in self._tables and lower[name][1:2] != (_EMPTYING,):
-                raise HistoryLost(
-                    f"table {table} was dropped and created anew at the source",
-                    detail="What the lake holds is the old table.",
-                    hint=COPY_TABLE_ANEW,
-                )
+                raise _made_anew(table, "What the lake holds is the old table.")
 
     def _known_tables(self, lower: Frontier) -> Frontier:
         """The frontier with a position for every table, and retired ones marked for later."""
@@ -733,17 +729,18 @@ class PostgresSource(Source):
         return all(in_binary(c.type, c.iceberg()) for table in tables for c in table.columns)
 
     def _describe(self, message: bytes) -> Relation | None:
-        """A relation message as the pipeline's table, None for others."""
-        oid, schema, name, sent, columns = _parse_relation(message)
-        table = self._tables.get(table_name(schema, name))
+        """A relation message as the pipeline's table, None for others.
+
+        A table that has another name now is still the one with its oid.
+        """
+        oid, called, sent, in_full, columns = _parse_relation(message)
+        table = next((each for each in self._tables.values() if each.oid == oid), None)
+        if table is None and called in self._tables:
+            raise _made_anew(called, "The stream goes on with another table of the same name.")
         if table is None:
             return None
-        if table.oid != oid:
-            raise HistoryLost(
-                f"table {table.name} was dropped and created anew at the source",
-                detail="The stream goes on with another table of the same name.",
-                hint=COPY_TABLE_ANEW,
-            )
+        if called != table.name:
+            log.warning("table %s is called %s now: it is followed as before", table.name, called)
         types = self._server.types
         if any(kind not in types for _, kind, _ in columns):
             with Connection(self._server.dsn) as connection:
@@ -766,10 +763,13 @@ class PostgresSource(Source):
                 f"table {table.name} lost column {missing[0]} of its key",
                 hint="Give the table its key back, or copy it anew under another pipeline.",
             )
-        if not set(table.key) <= sent:
+        if not set(table.key) <= set(sent):
             raise other_identity(
                 table.name, f"Its changes no longer name their row by {', '.join(table.key)}."
             )
+        reason = self._server.unidentified(table, None if in_full else sent) if table.key else ""
+        if reason:
+            raise other_identity(table.name, reason)
         if self._in_binary and not all(in_binary(c.type, c.iceberg()) for c in described):
             self._in_binary = False
             raise _TextNeeded(f"table {table.name} has a type that is read as text")
@@ -881,6 +881,8 @@ class PostgresSource(Source):
         """Pin a snapshot that holds all that was streamed up to `at`."""
         assert self._reader is not None
         fresh = self._server.tables([table.name], self._identifiers, self._declared())
+        if fresh[0].oid != table.oid:
+            raise _made_anew(table.name, "Another table bears its name now.")
         self._tables[table.name] = table = self._server.published(fresh)[0]
         for _ in range(_SNAPSHOT_ATTEMPTS_MAX):
             holder = self._hold([table])
@@ -1056,7 +1058,7 @@ class PostgresSource(Source):
         because its row had moved on, and the change that moved it comes after the copy's end.
         """
         table = self._tables[name]
-        return Origin(dsn=self._server.dsn, schema=table.schema, name=table.relation)
+        return Origin(dsn=self._server.dsn, oid=table.oid)
 
     def _wait_for(self, epoch: Epoch) -> None:
         """An epoch that is minted again may end where the stream has not come to yet.
@@ -1151,7 +1153,9 @@ class PostgresSource(Source):
         covered = dict(self._covered)
         tables = [table for table in list(self._tables.values()) if table.name in covered]
         strays = self._server.strays(tables, self._options.parents_alone)
-        self._refused = self._lost(covered, tables) or strays
+        other = self._server.supplanted(tables)
+        anew = _made_anew(other, "Another table bears its name now.") if other else None
+        self._refused = self._lost(covered, tables) or anew or strays
 
     def _note_slot(self, slot: Slot | None) -> None:
         """The slot's lag as a metric, and a warning before the server gives it up."""
@@ -1194,9 +1198,17 @@ def _relation(table: PgTable) -> Relation:
     )
 
 
-def _parse_relation(message: bytes) -> tuple[int, str, str, set[str], list[tuple[str, int, int]]]:
-    """A relation message: oid, schema, name, columns that a row that goes sends, and all columns
-    (name, type, typmod)."""
+def _made_anew(table: str, detail: str) -> HistoryLost:
+    return HistoryLost(
+        f"table {table} was dropped and created anew at the source",
+        detail=detail,
+        hint=f"If it only got another name, give it its name back. {COPY_TABLE_ANEW}",
+    )
+
+
+def _parse_relation(message: bytes) -> tuple[int, str, list[str], bool, list[tuple[str, int, int]]]:
+    """A relation message: oid, name, columns that a row that goes sends, whether these are all
+    because the replica identity is the whole row, and all columns (name, type, typmod)."""
     oid = struct.unpack_from(">I", message, 1)[0]
     place = 5
 
@@ -1211,7 +1223,7 @@ def _parse_relation(message: bytes) -> tuple[int, str, str, set[str], list[tuple
     in_full = message[place : place + 1] == b"f"
     count = struct.unpack_from(">h", message, place + 1)[0]
     place += 3
-    columns, sent = [], set()
+    columns, sent = [], []
     for _ in range(count):
         flagged = message[place] & 1
         place += 1
@@ -1220,5 +1232,5 @@ def _parse_relation(message: bytes) -> tuple[int, str, str, set[str], list[tuple
         place += 8
         columns.append((column, kind, typmod))
         if flagged or in_full:
-            sent.add(column)
-    return oid, schema, name, sent, columns
+            sent.append(column)
+    return oid, table_name(schema, name), sent, in_full, columns

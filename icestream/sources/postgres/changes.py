@@ -16,7 +16,7 @@ import pyarrow as pa
 from pyiceberg.types import IcebergType
 
 from icestream.change import AT, OP, SEQ, Op
-from icestream.errors import Broken, ConfigInvalid, DataRejected, SchemaRejected
+from icestream.errors import Broken, DataRejected, SchemaRejected
 from icestream.schema import Column, SchemaGap, arrow_schema, calendar_day, gaps, schema_from_json
 from icestream.sources import Need, TableSplit, ValuesNeeded
 from icestream.sources.completion import Completion, plain
@@ -38,6 +38,10 @@ COPY_TABLE_ANEW = (
     "Run once without the table in `tables`, then add it again: it is emptied and copied anew. If "
     "it is the pipeline's only table, drop its Iceberg table and the replication slot instead, and "
     "start again."
+)
+# The Iceberg table remembers the columns that its rows are deleted by.
+UNDER_ANOTHER_KEY = (
+    f"{COPY_TABLE_ANEW} To keep its new key, drop its Iceberg table before you add it again."
 )
 # Above those of columns, of which a table has at most 1,600; Iceberg numbers them anew.
 _NESTED_IDS = 10_000
@@ -76,11 +80,10 @@ class Relation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """Where the rows of a table can be read."""
+    """Where the rows of a table can be read, whatever the table is called by now."""
 
     dsn: Dsn = field(repr=False)
-    schema: str
-    name: str
+    oid: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,12 +219,13 @@ def refuse_other_key(relation: Relation, key: Sequence[str]) -> None:
                 relation.table,
                 f"It has no key now, and its rows in the lake are told apart by {', '.join(key)}.",
             )
-        raise ConfigInvalid(
-            f"rows of table {relation.table} cannot be deleted by {', '.join(key) or 'no column'}",
-            detail=f"Its changes name their rows by {', '.join(own) or 'no column'}.",
-            hint="Leave `equality_delete_by` out, or name the same columns there. If the table has "
-            "another key or replica identity than before, give it the old one back, or drop its "
-            "Iceberg table and start again: it is copied anew.",
+        by = ", ".join(key) or "no column"
+        raise SchemaRejected(
+            f"rows of table {relation.table} cannot be deleted by {by}",
+            detail=f"Its changes name their rows by {', '.join(own)}.",
+            hint="The table has another key or replica identity than before: give it the old one "
+            f"back, or, if {by} still identify a row, say so in `identifier_columns`. "
+            f"{UNDER_ANOTHER_KEY}",
         )
 
 
@@ -230,7 +234,7 @@ def other_identity(table: str, detail: str) -> SchemaRejected:
     return SchemaRejected(
         f"the replica identity of table {table} has changed",
         detail=detail,
-        hint=f"Give the table its key or replica identity back. {COPY_TABLE_ANEW}",
+        hint=f"Give the table its key or replica identity back. {UNDER_ANOTHER_KEY}",
     )
 
 
@@ -391,9 +395,10 @@ def _fetched(
         "(" + ", ".join(map(text_literal, row)) + ")" for row in zip(*texts_of, strict=True)
     )
     where = f"({', '.join(quoted(name) for name in keys.column_names)}) IN ({wanted})"
-    query = f"SELECT {chosen} FROM {quoted(origin.schema, origin.name)} WHERE {where}"
     schema = pa.schema([arrow.field(name) for name in names])
     with Connection(origin.dsn) as connection:
+        called = connection.one("SELECT CAST(CAST(:oid AS oid) AS regclass)::text", oid=origin.oid)
+        query = f"SELECT {chosen} FROM {called} WHERE {where}"
         pieces = [
             pa.table(
                 [

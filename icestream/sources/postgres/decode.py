@@ -516,7 +516,15 @@ def _of_form(cells: _Cells, kind: PgType, target: _Target, form: Form) -> pa.Arr
         raise SchemaRejected(
             f"column {target.name} of type {kind.name} came in binary form",
             detail=f"For a column of type {to} it is read in text form only.",
-            hint="Start the pipeline again: it then asks for the text form.",
+            hint="The column had another type before. "
+            + (
+                "Run once without the table in `tables`, drop its Iceberg table, and add it again: "
+                "it is copied anew."
+                if isinstance(to, ListType)
+                else "Declare the one that it has in the lake, "
+                f"`columns: {{<schema.table>: {{{target.name}: {to}}}}}`, and start again: its "
+                "values are then asked for in text form."
+            ),
         )
     if isinstance(to, StringType):
         return _cast(_strings(cells, kind, target, form), arrow_type)

@@ -94,6 +94,11 @@ join pg_catalog.pg_class c on c.oid = i.inhrelid
 join pg_catalog.pg_namespace n on n.oid = c.relnamespace
 where p.relkind = 'r' and i.inhparent::int8 = any(:oids) order by 3, 4
 """
+_CALLED = """
+select n.nspname::text, c.relname::text, c.oid::int8
+from pg_catalog.pg_class c join pg_catalog.pg_namespace n on n.oid = c.relnamespace
+where c.relkind in ('r', 'p') and n.nspname::text = any(:schemas) and c.relname::text = any(:names)
+"""
 _LEAVES = """
 select c.oid::int8, n.nspname::text, c.relname::text,
        greatest(0, pg_relation_size(c.oid) / current_setting('block_size')::int)::int8
@@ -128,6 +133,7 @@ class PgTable:
     """A table to be copied and followed.
 
     `key` are the columns by which the stream identifies rows; without any, rows are only added.
+    With `on_trust` no unique index says that they identify one.
     """
 
     name: str
@@ -137,6 +143,7 @@ class PgTable:
     columns: Sequence[RelationColumn]
     key: Sequence[str]
     leaves: Sequence[Leaf]
+    on_trust: bool = False
     row_filter: str | None = None
 
     @property
@@ -368,15 +375,56 @@ class Server:
             Leaf(oid=int(leaf), schema=str(space), name=str(part), pages=int(pages))
             for leaf, space, part, pages in connection.rows(_LEAVES, oid=oid)
         ]
+        oids = [oid, *(leaf.oid for leaf in leaves)]
+        key, on_trust = _key(connection, name, oids, list(identifiers))
         return PgTable(
             name=name,
             schema=schema,
             relation=relation,
             oid=oid,
             columns=columns,
-            key=_key(connection, name, [oid, *(leaf.oid for leaf in leaves)], list(identifiers)),
+            key=key,
             leaves=leaves,
+            on_trust=on_trust,
         )
+
+    def unidentified(self, table: PgTable, sent: Collection[str] | None) -> str:
+        """Why a table's key does not identify a row of it any more; empty when it does.
+
+        `sent` are the columns by which changes name their rows, None for all of them. They are
+        what identified a row when the change was made. The catalog tells of now: it is asked
+        where they do not tell, because whole rows are sent or a smaller key was chosen.
+        """
+        key = ", ".join(table.key)
+        if sent is not None and set(sent) <= set(table.key):
+            return ""
+        with Connection(self.dsn) as connection:
+            now = _identity(connection, table.oid)
+        if sent is not None and set(sent) != set(now.key):
+            return (
+                f"A row was told apart by {', '.join(sent)}, and is deleted in the lake by {key}."
+            )
+        if any(set(columns) <= set(table.key) for columns in now.unique):
+            return ""
+        if now.unique:
+            return (
+                f"A row is told apart by {', '.join(now.unique[0])} now, and is deleted in the "
+                f"lake by {key}: a change of one row would delete others."
+            )
+        if table.on_trust or not now.there:
+            return ""
+        return f"No unique index says any more that a row is the only one with its {key}."
+
+    def supplanted(self, tables: Sequence[PgTable]) -> str | None:
+        """A table whose name another table bears now, None without any."""
+        wanted = {(table.schema, table.relation): table for table in tables}
+        if not wanted:
+            return None
+        with Connection(self.dsn) as connection:
+            schemas, names = (sorted({each[n] for each in wanted}) for n in range(2))
+            rows = connection.rows(_CALLED, schemas=schemas, names=names)
+        found = {(str(schema), str(name)): int(oid) for schema, name, oid in rows}
+        return next((t.name for at, t in wanted.items() if found.get(at, t.oid) != t.oid), None)
 
     def publication_of(self, table: PgTable) -> str:
         """The publication that has to publish a table."""
@@ -695,9 +743,10 @@ class _Identity:
     """How changes of a table, or of a partition of it, name their row.
 
     `sent` are the columns of a row that goes; None for all of them. `unique` are sets of columns
-    which identify a row.
+    which identify a row. A table that is gone has none.
     """
 
+    there: bool
     sent: Sequence[str] | None
     key: Sequence[str]
     unique: Sequence[Sequence[str]]
@@ -714,14 +763,17 @@ def _identity(connection: Connection, oid: int) -> _Identity:
     if identity == "n":
         key = []
     return _Identity(
+        there=bool(rows),
         sent=None if identity == "f" else key,
         key=key,
         unique=[[str(name) for name in row[0]] for row in rows if row[0] and row[3]],
     )
 
 
-def _key(connection: Connection, name: str, oids: Sequence[int], given: list[str]) -> list[str]:
-    """The columns by which changes identify rows.
+def _key(
+    connection: Connection, name: str, oids: Sequence[int], given: list[str]
+) -> tuple[list[str], bool]:
+    """The columns by which changes identify rows, and whether that is taken on trust.
 
     Every delete must send them, also that of a partition, whose replica identity is its own, and
     they must identify one row.
@@ -738,7 +790,7 @@ def _key(connection: Connection, name: str, oids: Sequence[int], given: list[str
             "`identifier_columns` and `equality_delete_by` out for it.",
         )
     if not given or any(set(columns) <= set(given) for columns in root.unique):
-        return key
+        return key, False
     if root.unique:
         raise ConfigInvalid(
             f"rows of table {name} cannot be identified by {', '.join(given)}",
@@ -752,4 +804,4 @@ def _key(connection: Connection, name: str, oids: Sequence[int], given: list[str
         name,
         ", ".join(given),
     )
-    return key
+    return key, True
