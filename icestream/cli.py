@@ -245,8 +245,9 @@ def _check_one(pipeline: PipelineConfig, spark: Any) -> dict[str, Any]:
         Selects(spark, pipeline.transform)
     tables = list(source.tables())
     progress = sink.durable(tables)
-    source.unclaimed(unclaimed(tables, progress))
-    source.verify(resume_point(progress).at)
+    resume = resume_point(progress)
+    source.unclaimed(unclaimed(tables, progress, resume))
+    source.verify(resume.at)
     source.close()
     return {"pipeline": pipeline.name, "tables": tables, "existing": sorted(progress)}
 

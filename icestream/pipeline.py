@@ -22,6 +22,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
@@ -71,6 +72,8 @@ T = TypeVar("T")
 
 WriteEpoch = Callable[[Sequence[Any], Writer, bool, str], Outcome]
 """Has parts of an epoch read and written by workers; see `icestream.worker`."""
+
+InFlight = tuple[Epoch, Sequence[Part], Future[Written]]
 
 # Half a second doubling to thirty, ten times: some two minutes of trouble are bridged.
 RETRIES_MAX = 10
@@ -205,6 +208,10 @@ class Pipeline:
         self._settled = threading.Condition()
         self._settled_number = 0
         self._given_up_number = 0
+        self._in_flight: deque[InFlight] = deque()
+        # How often splits were lost since an epoch was settled, and whether that has an end.
+        self._losses = 0
+        self._once = True
         self._pending: deque[Frontier] = deque()
         self._named: Sequence[str] = ()
         self._unclaimed: Sequence[str] = ()
@@ -234,7 +241,8 @@ class Pipeline:
     def _watched(self, work: Callable[[], None]) -> None:
         """Work, show how it ends, and let the source go."""
         try:
-            work()
+            with suppress(_Stopped):
+                work()
             self.health.become(State.ENDED)
         except Fenced as error:
             self.health.become(State.FENCED, error)
@@ -251,8 +259,9 @@ class Pipeline:
             self._source.close()
 
     def _run(self, once: bool) -> None:
-        before = self._found()
-        if once and self._nothing_to_do(before):
+        self._once = once
+        before, resume = self._found()
+        if once and self._nothing_to_do(before, resume):
             if trouble := self._source.trouble():
                 raise trouble
             return
@@ -260,32 +269,33 @@ class Pipeline:
         self._stream(once)
 
     def _try_letters(self, table: str | None, as_is: bool) -> None:
-        before = self._found()
-        resume = resume_point(before)
+        _, resume = self._found()
         behind = resume.unfinished or self._fed(resume.replays)
         if not behind and not self._source.letters(resume.at, table, as_is):
             return
         self._take_over()
         for letters in self._source.letters(self._durable, table, as_is):
+            self._end_if_stopped()
             epoch = self._mint(self._durable, letters.after(self._durable))
             splits = self._retry(partial(self._source.splits, epoch))
             self._settle(epoch, splits, self._write(epoch, splits))
 
-    def _found(self) -> Mapping[str, Progress]:
+    def _found(self) -> tuple[Mapping[str, Progress], Resume]:
         """What the tables that are there remember; the source is told of them."""
         tables = self._source.tables()
         before = self._retry(partial(self._sink.durable, tables))
-        self._named, self._unclaimed = tables, unclaimed(tables, before)
+        resume = resume_point(before)
+        self._named, self._unclaimed = tables, unclaimed(tables, before, resume)
         self._rebuilt = frozenset(self._source.unclaimed(self._unclaimed))
         self._source.found(before.keys())
-        return before
+        return before, resume
 
     def _take_over(self) -> None:
         """Claim the tables, finish what an earlier run left, bring forward what lies behind."""
         progress = self._retry(partial(self._sink.claim, self._source.tables()))
-        self._refuse_change(progress)
-        self._source.found(progress.keys())
         resume = resume_point(progress)
+        self._refuse_change(progress, resume)
+        self._source.found(progress.keys())
         self._number, self._durable = resume.number, resume.at
         self._settled_number = self._number
         log.info(
@@ -298,15 +308,15 @@ class Pipeline:
         self._finish(resume, {*behind, *self._left_alone})
         for table, mine in behind.items():
             self._replay(table, mine)
-        self.health.become(State.RUNNING)
+        self._show(State.RUNNING)
         self._settled_number = self._number
 
-    def _refuse_change(self, progress: Mapping[str, Progress]) -> None:
+    def _refuse_change(self, progress: Mapping[str, Progress], resume: Resume) -> None:
         """Raise when tables were dropped, made or filled since the source was told of them.
 
         It has decided by what it was told which tables it brings as a whole.
         """
-        changed = sorted({*unclaimed(self._named, progress)} ^ {*self._unclaimed})
+        changed = sorted({*unclaimed(self._named, progress, resume)} ^ {*self._unclaimed})
         if changed:
             raise TargetUnavailable(
                 f"table {changed[0]} was dropped, made or filled while the pipeline started",
@@ -314,9 +324,8 @@ class Pipeline:
                 hint="Nothing is lost; start the pipeline again.",
             )
 
-    def _nothing_to_do(self, progress: Mapping[str, Progress]) -> bool:
+    def _nothing_to_do(self, progress: Mapping[str, Progress], resume: Resume) -> bool:
         """Whether a run would leave everything as it is; then it need not even claim the tables."""
-        resume = resume_point(progress)
         self._durable = resume.at
         behind = resume.unfinished or self._fed(resume.replays) or self._without_history(progress)
         try:
@@ -334,25 +343,29 @@ class Pipeline:
         epoch = resume.unfinished
         if epoch is None:
             return
-        self._retry(lambda: self._source.available(epoch.lower))
-        others = {*resume.carriers, *behind, *self._rebuilt}
-        parts = self._retry(partial(self._source.splits, epoch))
-        splits = [s for s in parts if not s.tables or not others.issuperset(s.tables)]
-        # What carries the epoch is looked up as it was before; what lies behind has not come there.
-        write = partial(
-            self._write,
-            epoch,
-            splits,
-            takes_part=_all_but(others),
-            looked_up=_all_but({*behind, *self._rebuilt}),
-        )
-        written = write()
-        found = {str(json.loads(report)["table"]) for report in written.reports} | written.emptied
-        self._refuse_loss(resume, epoch, found, {*behind, *self._rebuilt})
+        self._source.finish(epoch)
+        excused = {*behind, *self._rebuilt}
+        others = {*resume.carriers, *excused}
+
+        def write() -> Written:
+            self._retry(partial(self._source.available, epoch.lower))
+            parts = self._retry(partial(self._source.splits, epoch))
+            splits = [s for s in parts if not s.tables or not others.issuperset(s.tables)]
+            # What carries the epoch is looked up as it was before; what lies behind has not come
+            # there.
+            written = self._write(
+                epoch, splits, takes_part=_all_but(others), looked_up=_all_but(excused)
+            )
+            found = {str(json.loads(report)["table"]) for report in written.reports}
+            self._refuse_loss(resume, epoch, found | written.emptied, excused)
+            return written
+
+        written = self._insist(epoch, write, bounded=self._once)
         # Without files, too: the tables of an epoch must agree about which ones they are.
         self._commit(epoch, written, write)
         self._observe_freshness(epoch)
         self._durable = epoch.upper
+        self._mark_settled(epoch)
 
     def _refuse_loss(
         self, resume: Resume, epoch: Epoch, found: Collection[str], excused: Collection[str]
@@ -364,15 +377,20 @@ class Pipeline:
         """
         missing = resume.tables - len(resume.carriers)
         lost = missing - len(found) - len(excused)
+        detail = f"{missing} tables lack it and the source has changes for {len(found)}."
+        hint = "Restore what was removed from the source, or build these tables anew."
         if resume.lacking is not None:
             owners = {table.removesuffix(dead_letters.SUFFIX) for table in found}
             lacking = resume.lacking - owners - {*found, *excused}
-            lost = sum(not table.endswith(dead_letters.SUFFIX) for table in lacking)
+            names = sorted(t for t in lacking if not t.endswith(dead_letters.SUFFIX))
+            lost, detail = len(names), f"Tables that lack it: {', '.join(names)}."
+            if left_out := [table for table in names if not self._source.feeds(table)]:
+                back = f"Put {', '.join(left_out)} back in `tables`, or in `topics`, until the "
+                back += "epoch is finished."
+                hint = back if left_out == names else f"{back} {hint}"
         if lost > 0:
             raise HistoryLost(
-                f"the source no longer has all of epoch {epoch.number}",
-                detail=f"{missing} tables lack it and the source has changes for {len(found)}.",
-                hint="Restore what was removed from the source, or build these tables anew.",
+                f"the source no longer has all of epoch {epoch.number}", detail=detail, hint=hint
             )
 
     def _fed(self, replays: Mapping[str, Progress]) -> dict[str, Progress]:
@@ -409,23 +427,20 @@ class Pipeline:
         """Bring a table that lies behind forward to the others, boundary by boundary."""
         lower = progress.upper
         bounds = deque(self._source.catch_up(table, lower, self._durable))
-        losses = 0
         while lower != self._durable:
+            self._end_if_stopped()
             if not bounds:
                 ahead = self._retry(partial(self._source.available, lower))
                 bounds.extend(upper for upper in ahead if self._durable.covers(upper))
             upper = bounds.popleft() if bounds else self._durable
             try:
                 self._replay_epoch(table, self._mint(lower, upper))
-                lower, losses = upper, 0
+                lower = upper
+                self._show(State.STARTING)
             except SplitsLost as lost:
                 # The source names other bounds now: an epoch that was too large becomes smaller.
-                losses += 1
-                if losses == REWRITES_MAX:
-                    raise
-                log.warning("reading again: %s", lost, extra={"pipeline": self.name})
-                bounds.clear()
-                self._source.give_up(lost)
+                self._give_up(lost)
+                bounds = deque(self._source.catch_up(table, lower, self._durable))
 
     def _replay_epoch(self, table: str, epoch: Epoch) -> None:
         """Bring one epoch to a table that lies behind."""
@@ -442,8 +457,7 @@ class Pipeline:
         self._mark_settled(epoch)
 
     def _stream(self, once: bool) -> None:
-        in_flight: deque[tuple[Epoch, Sequence[Part], Future[Written]]] = deque()
-        lower = self._durable
+        in_flight, lower = self._in_flight, self._durable
         with ThreadPoolExecutor(self._cadence.epochs_in_flight, "epoch") as pool:
             try:
                 while not self._stop.is_set():
@@ -457,12 +471,12 @@ class Pipeline:
                         in_flight.append((epoch, splits, future))
                         lower = upper
                     if in_flight:
+                        epoch, splits, future = in_flight.popleft()
                         try:
-                            epoch, splits, future = in_flight.popleft()
                             self._settle(epoch, splits, future.result())
-                        except SplitsLost as error:
-                            log.warning("reading again: %s", error, extra={"pipeline": self.name})
-                            self._give_up(in_flight, error)
+                        except SplitsLost as lost:
+                            self._give_up(lost)
+                        if epoch.number <= self._given_up_number:
                             lower = self._durable
                     elif once:
                         self._last_heartbeat(lower)
@@ -477,22 +491,59 @@ class Pipeline:
                 for _, _, future in in_flight:
                     future.cancel()
 
-    def _give_up(
-        self, in_flight: deque[tuple[Epoch, Sequence[Part], Future[Written]]], lost: SplitsLost
-    ) -> None:
-        """Forget all epochs that are not committed; nobody has seen anything of them."""
+    def _give_up(self, lost: SplitsLost) -> None:
+        """Splits were lost: forget all epochs that nobody has seen anything of, and wait a little.
+
+        The source is told, and will name epochs anew. Meanwhile the pipeline is stalled: as long as
+        it takes while running, within bounds in a single run. Ends a run that is being stopped.
+        """
+        log.warning("reading again: %s", lost, extra={"pipeline": self.name})
+        self.health.become(State.STALLED, lost)
         with self._settled:
             self._given_up_number = self._number
             self._settled.notify_all()
-        for _, _, future in in_flight:
+        futures = [future for _, _, future in self._in_flight]
+        for future in futures:
             future.cancel()
-        wait([future for _, _, future in in_flight])
-        in_flight.clear()
+        wait(futures)
+        self._in_flight.clear()
         self._pending.clear()
         self._source.give_up(lost)
         self._looked_at = -math.inf
         with self._settled:
             self._settled_number = self._number
+        self._losses += 1
+        if self._once and self._losses == REWRITES_MAX:
+            raise SourceUnavailable(lost.message, detail=lost.detail, hint=lost.hint) from lost
+        self._pause(self._losses - 1)
+        self._end_if_stopped()
+
+    def _insist(self, epoch: Epoch, write: Callable[[], Written], bounded: bool) -> Written:
+        """Write an epoch however often its splits are lost: its bounds are settled.
+
+        Some tables may carry it. With other bounds it would come to them a second time.
+        """
+        for tries in itertools.count(1):
+            try:
+                return write()
+            except SplitsLost as lost:
+                if bounded and tries == RETRIES_MAX:
+                    raise SourceUnavailable(
+                        f"epoch {epoch.number} could not be written again: {lost.message}",
+                        detail="A part of its tables may hold it already; a new start finishes it.",
+                        hint="Start the pipeline again.",
+                    ) from lost
+                self._give_up(lost)
+        raise AssertionError("unreachable")
+
+    def _pause(self, attempt: int) -> None:
+        """Wait for trouble to pass, longer each time, or for the end of the run."""
+        self._stop.wait(min(RETRY_SECONDS_MAX, RETRY_SECONDS * 2 ** min(attempt, RETRIES_MAX)))
+
+    def _end_if_stopped(self) -> None:
+        """End the run here if it is being stopped: the next start goes on."""
+        if self._stop.is_set():
+            raise _Stopped
 
     def _next_boundary(self, lower: Frontier, once: bool, busy: bool) -> Frontier | None:
         """The next upper bound; the source is asked only when all it named are used up.
@@ -523,7 +574,7 @@ class Pipeline:
         while not self._stop.is_set():
             try:
                 found = self._source.available(lower)
-                self._become_running()
+                self._show(State.RUNNING)
                 return found
             except SourceUnavailable as error:
                 self.health.become(State.STALLED, error)
@@ -531,10 +582,10 @@ class Pipeline:
                 self._stop.wait(self._cadence.commit_interval)
         return []
 
-    def _become_running(self) -> None:
-        """Running, or stalled while a part of the source cannot be read."""
+    def _show(self, state: State) -> None:
+        """Be in a state, or stalled while a part of the source cannot be read."""
         trouble = self._source.trouble()
-        self.health.become(State.STALLED if trouble else State.RUNNING, trouble)
+        self.health.become(State.STALLED if trouble else state, trouble)
 
     def _mint(self, lower: Frontier, upper: Frontier) -> Epoch:
         self._number += 1
@@ -558,8 +609,10 @@ class Pipeline:
 
     def _mark_settled(self, epoch: Epoch) -> None:
         with self._settled:
-            self._settled_number = epoch.number
+            # Numbers that were given up while the epoch was committed are settled too.
+            self._settled_number = max(self._settled_number, epoch.number)
             self._settled.notify_all()
+        self._losses = 0
 
     def _heartbeat(self, epoch: Epoch, splits: Sequence[Part]) -> bool:
         """Publish a frontier without changes when it is due; False when it stays in memory.
@@ -696,16 +749,7 @@ class Pipeline:
                 check(attempt + 1 < REWRITES_MAX, "a table's schema comes to rest")
                 log.info("writing again: %s changed", stale, extra={"epoch": epoch.number})
                 # A table that took the epoch already is found to carry it, and keeps it as it is.
-                try:
-                    again = write()
-                except SplitsLost as lost:
-                    # Some tables may carry the epoch, so its bounds are settled: only a new start
-                    # brings the same ones to the others.
-                    raise SourceUnavailable(
-                        f"epoch {epoch.number} could not be written again: {lost.message}",
-                        detail="A part of its tables may hold it already; a new start finishes it.",
-                        hint="Start the pipeline again.",
-                    ) from lost
+                again = self._insist(epoch, write, bounded=True)
                 written = replace(again, replaying=written.replaying)
         position = self._source.position(epoch.upper)
         self.health.committed(epoch.number, position, results)
@@ -732,7 +776,7 @@ class Pipeline:
                     raise
                 self.health.become(State.STALLED, error)
                 log.warning("trying again: %s", error, extra={"pipeline": self.name})
-                self._stop.wait(min(RETRY_SECONDS_MAX, RETRY_SECONDS * 2**attempt))
+                self._pause(attempt)
         raise AssertionError("unreachable")
 
     def _observe_freshness(self, epoch: Epoch) -> None:
@@ -742,7 +786,7 @@ class Pipeline:
             self._freshness.observe(max(0.0, time.time() - committed_at))
 
     def _observe(self) -> None:
-        self._become_running()
+        self._show(State.RUNNING)
         lag = self._source.lag_seconds(self._durable)
         if lag is not None:
             metrics.LAG_SECONDS.labels(self.name).set(lag)
@@ -750,6 +794,10 @@ class Pipeline:
 
 class _GivenUp(Exception):
     """An epoch ends early: it was given up while it waited for those before it."""
+
+
+class _Stopped(Exception):
+    """A run ends early, in good order: it was asked to."""
 
 
 def _with_stored(part: Part, table: str, stored: pa.Table | None) -> Part:
@@ -766,13 +814,12 @@ def _of_many(part: Part) -> bool:
     return not part.tables or (isinstance(part, Split) and not isinstance(part, TableSplit))
 
 
-def unclaimed(tables: Iterable[str], progress: Mapping[str, Progress]) -> list[str]:
+def unclaimed(tables: Iterable[str], progress: Mapping[str, Progress], resume: Resume) -> list[str]:
     """Tables that hold nothing of what other tables say is durable.
 
     They were never this pipeline's, or were dropped. One that has taken no epoch was made anew and
     never filled, unless it is one of those that the last epoch has yet to be brought to.
     """
-    resume = resume_point(progress)
 
     def owned(table: str) -> bool:
         mine = progress.get(table)

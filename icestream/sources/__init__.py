@@ -349,6 +349,13 @@ class Source(Protocol):
         """Told of tables that reading has found changes of, and how they would be created."""
         return None
 
+    def finish(self, epoch: Epoch) -> None:
+        """Told that some tables carry an epoch: its splits are asked for with the bounds it has.
+
+        No limit on how much an epoch may hold can cut it any more.
+        """
+        return None
+
     @abstractmethod
     def splits(self, epoch: Epoch) -> Sequence[Part]:
         """The parts that hold the epoch's changes; empty when it has none."""

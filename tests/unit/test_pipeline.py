@@ -12,7 +12,7 @@ from pyiceberg.types import LongType
 
 import icestream.pipeline
 from icestream import dead_letters, metrics
-from icestream.epoch import Epoch, Progress
+from icestream.epoch import Epoch, Progress, resume_point, table_id
 from icestream.errors import (
     ConfigInvalid,
     Fenced,
@@ -510,7 +510,7 @@ def test_a_table_that_is_made_anew_is_not_taken_for_one_that_awaits_an_unfinishe
         "b": Progress(pipeline="p", generation=1, table_id="b"),
         "c": Progress(pipeline="p", generation=1, table_id="c"),
     }
-    assert unclaimed(["a", "b", "c", "d"], found) == ["c", "d"]
+    assert unclaimed(["a", "b", "c", "d"], found, resume_point(found)) == ["c", "d"]
 
 
 class Crash(BaseException):
@@ -745,6 +745,31 @@ def test_an_unfinished_epoch_that_the_source_has_lost_stops_the_pipeline():
     assert name("b") not in scene.lake.tables
 
 
+def test_who_lacks_an_epoch_that_the_source_has_lost_is_named():
+    """E7, Mend, read F12: with the way out, which is another for a table that was left out."""
+    scene = Scene("abc", [3])
+    for table in "abc":
+        scene.carry(table, progress(0, 0, 0, 0))
+    members = frozenset(table_id(scene.lake.tables[name(table)].uuid) for table in "abc")
+    scene.carry("a", progress(1, 0, 3, 3, members=members), [0])
+    scene.source.left_out = {"b", "c"}
+    with pytest.raises(HistoryLost) as caught:
+        scene.run()
+    assert caught.value.detail == "Tables that lack it: b, c."
+    assert caught.value.hint == (
+        "Put b, c back in `tables`, or in `topics`, until the epoch is finished."
+    )
+    scene.source.left_out = {"b"}
+    scene.source.log = "ab." + "abc"
+    with pytest.raises(HistoryLost, match="Tables that lack it: b, c") as caught:
+        scene.run()
+    assert (caught.value.hint or "").startswith("Put b back in `tables`")
+    assert (caught.value.hint or "").endswith("or build these tables anew.")
+    scene.source.left_out, scene.source.log = set(), "abc"
+    scene.run()
+    assert (scene.positions("b"), scene.positions("c")) == ([1], [2])
+
+
 def test_a_rolled_back_table_is_replayed_and_then_all_go_on():
     """E8: boundary by boundary, before anything new."""
     scene = Scene("ababab" + "ab", [2, 4, 6, 8])
@@ -779,8 +804,112 @@ def test_a_replay_whose_splits_are_always_lost_ends():
     scene.run()
     del scene.lake.tables[name("a")]
     scene.workers.troubles = [SplitsLost("gone")] * 1000
-    with pytest.raises(SplitsLost):
+    with pytest.raises(SourceUnavailable, match="gone"):
         scene.run()
+
+
+def test_a_stream_whose_splits_are_always_lost_ends_a_single_run():
+    """E13, Mend, read F10: bounded with `--once`, wherever they are lost."""
+    scene = Scene("aabb", [2, 4])
+    scene.workers.troubles = [SplitsLost("gone")] * 1000
+    with pytest.raises(SourceUnavailable, match="gone"):
+        scene.run()
+    assert len(scene.workers.troubles) > 800
+
+
+def test_a_replay_whose_splits_are_lost_looks_up_rows_afterwards():
+    """E8, Mend, read F3: the epochs that were given up are not waited for."""
+    scene = AskingScene("ab" * 3, [2, 4, 6])
+    scene.carry("a", progress(3, 4, 6, 1), [0, 2, 4])
+    scene.workers.troubles = [SplitsLost("too large")]
+    pipeline = scene.pipeline()
+    thread = threading.Thread(target=lambda: pipeline.run(once=True), daemon=True)
+    thread.start()
+    thread.join(DEADLINE_SECONDS)
+    assert not thread.is_alive()
+    assert scene.positions("b") == [1, 3, 5]
+
+
+def test_a_replay_that_is_stopped_ends_after_its_commit_and_goes_on_at_the_next_start():
+    """U2, Mend, read F9: it may have hours to go."""
+    scene = Scene("ab" * 20, [2 * number for number in range(1, 21)])
+    scene.carry("a", progress(20, 38, 40, 1), [0])
+    pipeline = scene.pipeline()
+    scene.workers.before = lambda epoch: pipeline.stop()
+    pipeline.run()
+    assert scene.positions("b") == [1]
+    assert pipeline.health.to_json()["state"] == State.ENDED
+    scene.workers.before = lambda epoch: None
+    scene.run()
+    assert scene.positions("b") == list(range(1, 40, 2))
+
+
+def test_a_replay_is_stalled_while_there_is_trouble_and_no_longer():
+    """E13, Mend, read F12: what has passed is not shown, nor is a replay fine that cannot read."""
+    scene = Scene("ab" * 3, [2, 4, 6])
+    scene.carry("a", progress(3, 4, 6, 1), [0, 2, 4])
+    scene.workers.troubles = [SplitsLost("lost"), SourceUnavailable("away")]
+    pipeline = scene.pipeline()
+    shown: list[tuple[object, object]] = []
+
+    def look(epoch: int) -> None:
+        health = pipeline.health.to_json()
+        shown.append((health["state"], (health["error"] or {}).get("message")))
+
+    scene.workers.before = look
+    pipeline.run(once=True)
+    starting = (State.STARTING, None)
+    assert shown == [
+        *(starting, (State.STALLED, "lost"), (State.STALLED, "away")),
+        *(starting, starting),
+    ]
+
+
+def unfinished() -> Scene:
+    """Epoch 1 is carried by `a` alone."""
+    scene = Scene("abab", [2, 4])
+    scene.carry("a", progress(1, 0, 2, 2), [0])
+    return scene
+
+
+def test_a_running_pipeline_waits_without_end_for_what_an_unfinished_epoch_needs():
+    """E13, I14, Mend, read F10: stalled meanwhile; the bounds stay, and the source is told."""
+    scene = unfinished()
+    scene.workers.troubles = [SplitsLost("gives nothing")] * 100
+    pipeline = scene.pipeline()
+    states: set[object] = set()
+    told: list[SplitsLost] = []
+    scene.workers.before = lambda _: states.add(pipeline.health.to_json()["state"])
+    scene.source.give_up = told.append
+    scene.source.on_empty = pipeline.stop
+    pipeline.run()
+    assert (scene.epochs("b"), scene.positions("a")) == ([(1, [1]), (2, [3])], [0, 2])
+    assert State.STALLED in states
+    assert len(told) == 100
+    assert pipeline.health.to_json()["state"] == State.ENDED
+
+
+def test_a_single_run_ends_when_an_unfinished_epoch_cannot_be_read():
+    """E13, I14, Mend, read F10: bounded with `--once`, and a later start finishes it."""
+    scene = unfinished()
+    scene.workers.troubles = [SplitsLost("gives nothing")] * 100
+    with pytest.raises(SourceUnavailable, match=r"epoch 1 could not be .* gives nothing"):
+        scene.run()
+    assert len(scene.workers.troubles) == 100 - icestream.pipeline.RETRIES_MAX
+    scene.workers.troubles = []
+    scene.run()
+    assert (scene.positions("a"), scene.positions("b")) == ([0, 2], [1, 3])
+
+
+def test_a_pipeline_that_waits_for_an_unfinished_epoch_can_be_stopped():
+    """U2, Mend, read F10: in good order."""
+    scene = unfinished()
+    scene.workers.troubles = [SplitsLost("gives nothing")] * 100
+    pipeline = scene.pipeline()
+    scene.source.give_up = lambda lost: pipeline.stop()
+    pipeline.run()
+    assert len(scene.workers.troubles) == 99
+    assert pipeline.health.to_json()["state"] == State.ENDED
 
 
 @pytest.mark.parametrize("quiet", [False, True])
@@ -985,6 +1114,33 @@ def test_files_that_a_table_no_longer_takes_are_written_again():
     scene.run()
     assert scene.notes.count("write 3") == 2
     assert (scene.positions("a"), scene.positions("b")) == ([0, 2, 4], [1, 3, 5])
+
+
+@pytest.mark.parametrize("losses", [1, 100])
+def test_splits_that_are_lost_while_an_epoch_is_written_again_are_read_with_the_same_bounds(losses):
+    """E13, E3, Mend, read F10: some tables may carry it; epochs after it are read anew."""
+    scene = AskingScene("abab" + "ababab", [2, 4])
+    scene.run()
+    scene.source.bounds += [6, 8, 10]
+    evolutions = iter([name("b")])
+    lost = [SplitsLost("gives nothing")] * losses
+
+    def evolve(epoch: int) -> None:
+        if epoch == 3 and (table := next(evolutions, None)):
+            scene.lake.evolve(table)
+            # The second time.
+            scene.workers.troubles = lost
+
+    scene.workers.after = evolve
+    if losses > 1:
+        with pytest.raises(SourceUnavailable, match="epoch 3 could not be written again"):
+            scene.run(epochs_in_flight=1)
+        scene.workers.troubles = []
+    scene.run(epochs_in_flight=1 if losses > 1 else 3)
+    assert not scene.workers.troubles
+    assert scene.positions("a") == [0, 2, 4, 6, 8]
+    assert scene.positions("b") == [1, 3, 5, 7, 9]
+    assert [number for number, _ in scene.epochs("a")][:3] == [1, 2, 3]
 
 
 @dataclass(frozen=True)

@@ -225,6 +225,7 @@ class KafkaSource(Source):
         self.table_names: TableNames | None = None
         self._skipped: Mapping[Partition, Indices] = {}
         self._more = False
+        self._unfinished: Epoch | None = None
         self._tried: dict[tuple[str, str], LettersTried] = {}
 
     # What there is
@@ -356,19 +357,26 @@ class KafkaSource(Source):
             elif (topic, number) in self._bounds:
                 refuse_lost(topic, number, position[0], self._bounds[topic, number])
 
+    def finish(self, epoch: Epoch) -> None:
+        """Let the epoch be as large as it is: other workers or limits may have cut it."""
+        self._unfinished = epoch
+
     def splits(self, epoch: Epoch) -> Sequence[Part]:
         """Ranges of all partitions, in as many splits as there are workers, or dead letters."""
         in_time = topics_by_time(epoch) if self._ordered else set()
         shares = balanced(self._ranges(epoch), self._workers, in_time)
         # A topic that is read in the order of time has one split, which must fit into a worker.
         parts = self._workers if in_time else len(shares)
+        # Averages have outliers, and an epoch that is read again must fit again.
+        bytes_max = max(1, 2 * self._budget.bytes // parts) if parts else 1
+        if epoch == self._unfinished:
+            bytes_max = 2**63 - 1
         ranges = [
             KafkaSplit(
                 ranges=group,
                 reading=self._reading,
                 tables=frozenset(self._tables_of(group)),
-                # Averages have outliers, and an epoch that is read again must fit again.
-                bytes_max=max(1, 2 * self._budget.bytes // parts),
+                bytes_max=bytes_max,
                 skipped=_within(self._skipped, group),
                 by_time=not in_time.isdisjoint(each.topic for each in group),
             )

@@ -220,6 +220,18 @@ def test_an_epoch_that_was_too_large_is_cut_where_it_was(cluster):
     assert offsets(first) == {"0": 3, "1": 10}
 
 
+def test_an_epoch_that_some_tables_carry_is_read_however_large_it_is(cluster):
+    """I14, Mend, read F10: else more workers, or a lower limit, refuse it at each start."""
+    (upper,) = source(size=10**6, workers=1).available(START)
+    one = source(size=10**4, workers=2)
+    limits = [split.bytes_max for split in one.splits(epoch(START, upper))]
+    assert limits == [10**4, 10**4]
+    one.finish(epoch(START, upper))
+    assert all(split.bytes_max > 10**18 for split in one.splits(epoch(START, upper)))
+    later = Epoch(number=2, lower=START, upper=upper)
+    assert [split.bytes_max for split in one.splits(later)] == limits
+
+
 def test_a_first_epoch_that_is_read_again_begins_where_it_began(cluster):
     """K6: a position says where reading began, also when the topic has forgotten its start."""
     cluster.ends = {("t", 0): (5, 10)}
