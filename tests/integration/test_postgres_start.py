@@ -1,6 +1,8 @@
 """What is missing at a PostgreSQL is said at the start with what to run; passing trouble is not."""
 
 from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
@@ -369,6 +371,30 @@ def test_server_that_crashes_comes_back(world: World):
         world.server.start()
         world.reconnect()
         world.change(following, ONE, "insert into one values (3, 'c')")
+    world.assert_equal("one", "id, v")
+
+
+def test_full_spool_is_waited_for(world: World, tmp_path: Path):
+    """E13, Mend F4: health names the folder and the reason; with room again nothing is missing."""
+    one_table(world)
+    with world.following(ONE, spool=str(tmp_path)) as following:
+        following.wait_copied()
+        (folder,) = tmp_path.glob("icestream-spool-*")
+        # A file that has no room, whatever its number is.
+        files = [folder / f"{number:08d}.arrow" for number in range(1, 500)]
+        for file in files:
+            with suppress(FileExistsError):
+                file.symlink_to("/dev/full")
+        world.sql("insert into one values (2, 'b')")
+        health = following.pipeline.health
+        wait_until(lambda: health.to_json()["state"] == "stalled", 60, "stalled")
+        said = str(health.to_json()["error"])
+        assert str(folder) in said and "No space left on device" in said
+        for file in files:
+            if file.is_symlink():
+                file.unlink(missing_ok=True)
+        world.change(following, ONE, "insert into one values (3, 'c')")
+        assert health.to_json()["state"] == "running"
     world.assert_equal("one", "id, v")
 
 

@@ -71,7 +71,7 @@ from icestream.sources.postgres.connection import (
 from icestream.sources.postgres.decode import TYPES_QUERY, PgType, in_binary, kinds_by_oid
 from icestream.sources.postgres.publications import Coverage, left_out, waiting
 from icestream.sources.postgres.server import PgTable, Server, Slot, table_name
-from icestream.sources.postgres.spool import Spool
+from icestream.sources.postgres.spool import Spool, SpoolUnreadable
 from icestream.sources.postgres.wal import (
     SILENCE_SECONDS,
     Segment,
@@ -185,6 +185,7 @@ class PostgresSource(Source):
         self._server = Server(parse_dsn(options.dsn), pipeline, options.slot, options.publication)
         self._pipeline = pipeline
         self._spool: Spool | None = None
+        self._unreadable: SourceUnavailable | None = None
         self._tables: dict[str, PgTable] = {}
         self._identity = ""
         self._seen_at = 0
@@ -270,6 +271,10 @@ class PostgresSource(Source):
         self.tables()
         if self._refused is not None:
             raise self._refused
+        unreadable, self._unreadable = self._unreadable, None
+        if unreadable is not None:
+            # Told once: then the changes are read again, and may be readable this time.
+            raise unreadable
         at = self._started(lower)
         emptying = self._emptied_first(at)
         if emptying is not None:
@@ -334,9 +339,16 @@ class PostgresSource(Source):
         return self._waiting
 
     def give_up(self, lost: SplitsLost) -> None:
-        """Let go of the snapshots: someone may wait for the locks that come with them."""
+        """Let go of the snapshots: someone may wait for the locks that come with them.
+
+        What could not be read back from the spool is read from the server again.
+        """
         self._end_initial(complete=False)
         self._end_later()
+        if isinstance(lost, SpoolUnreadable) and self._reader is not None:
+            self._unreadable = SourceUnavailable(lost.message, detail=lost.detail, hint=lost.hint)
+            self._reader.lose(self._unreadable)
+            self._segments = []
 
     def splits(self, epoch: Epoch) -> Sequence[Split]:
         """Ranges of pages for an epoch of a copy, shares of keys for one of the stream."""
@@ -693,6 +705,7 @@ class PostgresSource(Source):
         """A folder of this run's own."""
         if self._spool is None:
             self._spool = Spool(self._options.spool, self._pipeline)
+        self._spool.renew()
         return self._spool.folder
 
     def _free_slot(self) -> Slot | None:

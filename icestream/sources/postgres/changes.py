@@ -33,6 +33,7 @@ from icestream.sources.postgres.decode import (
 )
 from icestream.sources.postgres.framing import row_tuples
 from icestream.sources.postgres.kernels import Form
+from icestream.sources.postgres.spool import read_again
 
 COPY_TABLE_ANEW = (
     "Run once without the table in `tables`, then add it again: it is emptied and copied anew. If "
@@ -181,7 +182,9 @@ class WalSplit(TableSplit):
     def _rows(self) -> Iterator["_Rows"]:
         """The split's messages, one relation version at a time."""
         for part in self.parts:
-            with pa.memory_map(part.path) as file:
+            with read_again(part.path):
+                file = pa.memory_map(part.path)
+            with file:
                 reader = pa.ipc.open_file(file)
                 for number in part.batches:
                     yield from self._rows_of(reader.get_batch(number))

@@ -17,6 +17,7 @@ sends the witness once more at the next start, and nothing between it and the po
 anything else comes, the server's history is not the lake's.
 """
 
+import contextlib
 import logging
 import struct
 import threading
@@ -36,14 +37,13 @@ from icestream.errors import (
     DataRejected,
     HistoryLost,
     IcestreamError,
-    NeedsOperator,
     SourceUnavailable,
 )
 from icestream.sources import Budget
 from icestream.sources.postgres.changes import MOVED_IN, MOVED_OUT, Relation
 from icestream.sources.postgres.connection import Connection, Inbox, lsn_text, server_error
 from icestream.sources.postgres.framing import SHARES, State, Stop, gather, walk
-from icestream.sources.postgres.spool import create_private
+from icestream.sources.postgres.spool import create_private, remove, written_later
 
 log = logging.getLogger(__name__)
 
@@ -224,7 +224,10 @@ class WalReader:
         """
         with self._lock:
             if self.failed is None:
-                self._cut()
+                try:
+                    self._cut()
+                except SourceUnavailable as error:
+                    self._fail(error)
             return list(self._closed)
 
     def full(self, behind: int) -> bool:
@@ -284,8 +287,14 @@ class WalReader:
         """Remove the files of segments that end at or before this position."""
         with self._lock:
             while self._closed and self._closed[0].upper <= before:
-                Path(self._closed.popleft().path).unlink(missing_ok=True)
+                remove(self._closed.popleft().path)
             self._wake.notify_all()
+
+    def lose(self, error: SourceUnavailable) -> None:
+        """Some of what has come cannot be read back: all of it must come again, by another one."""
+        with self._lock:
+            self._fail(error)
+            self._remove_closed()
 
     def let_go(self) -> None:
         """End the connection, from any thread; what has come stays, and reading fails."""
@@ -300,23 +309,13 @@ class WalReader:
         self._thread.join()
         with self._lock:
             self._drop_open()
-            for segment in self._closed:
-                Path(segment.path).unlink(missing_ok=True)
-            self._closed.clear()
+            self._remove_closed()
 
     def _run(self) -> None:
         try:
             self._read()
         except IcestreamError as error:
             self._fail(error)
-        except OSError as error:
-            self._fail(
-                NeedsOperator(
-                    f"could not write the spool in {self._folder}",
-                    detail=f"{error.strerror or error}.",
-                    hint="Make room there, or name another folder with `spool`.",
-                )
-            )
         except Exception as error:
             # Nobody would hear of it in this thread, and wait for the stream in vain.
             log.exception("the change stream broke")
@@ -324,8 +323,15 @@ class WalReader:
         finally:
             self._connection.close()
 
+    @property
+    def _ended(self) -> bool:
+        """Whether nothing more is to be read: whoever asked for segments may have failed."""
+        return self._stopped or self.failed is not None
+
     def _fail(self, error: IcestreamError) -> None:
         with self._lock:
+            if self.failed is not None:
+                return
             if not self._stopped:
                 log.warning("the change stream ended: %s", error)
             self.failed = error
@@ -339,7 +345,7 @@ class WalReader:
         heard = time.monotonic()
         while True:
             with self._lock:
-                if self._stopped:
+                if self._ended:
                     return
                 full = self.paused()
                 if full:
@@ -373,7 +379,7 @@ class WalReader:
 
     def _take(self) -> None:
         """Take all whole messages out of the inbox."""
-        while not self._stopped:
+        while not self._ended:
             raw = self._inbox.view()
             buffer = (self._rows, self._content, self._xids)
             used, stop = walk(raw, self._state, self._walk_tables, buffer)
@@ -388,6 +394,8 @@ class WalReader:
                 self._refuse_end()
             else:
                 break
+        if self._ended:
+            return
         if 0 < self._state[State.AWAITED] < self._state[State.SENT_LSN]:
             raise self._other_history("The server has no such transaction there.")
         if not self._state[State.INSIDE]:
@@ -530,7 +538,8 @@ class WalReader:
         if state[State.ROWS_WHOLE]:
             self._flush(int(state[State.ROWS_WHOLE]), closing=True)
         if self._file is not None:
-            self._file.close()
+            with written_later(self._folder):
+                self._file.close()
             self._file = None
         segment.truncated = {slot: (at, seq) for slot, at, seq in self._truncates if at < upper}
         self._truncates = [each for each in self._truncates if each[1] >= upper]
@@ -558,8 +567,9 @@ class WalReader:
         alone = not self._open.batches and all(each.empty for each in self._closed)
         small = closing and alone and size < _SHARED_BYTES_MIN
         if self._file is None:
-            create_private(self._open.path)
-            self._file = pa.ipc.new_file(self._open.path, _SPOOL_SCHEMA)
+            with written_later(self._folder):
+                create_private(self._open.path)
+                self._file = pa.ipc.new_file(self._open.path, _SPOOL_SCHEMA)
         self._write_batches(rows[:, :count], self._content[:size], 1 if small else SHARES)
         self._seq += count
         self._open.rows += count
@@ -597,7 +607,8 @@ class WalReader:
                 self._seq + picked,
                 _messages(content, start[picked], length[picked]),
             )
-            self._file.write_batch(batch)
+            with written_later(self._folder):
+                self._file.write_batch(batch)
             self._open.batches.append(
                 Batch(
                     number=len(self._open.batches),
@@ -611,10 +622,17 @@ class WalReader:
         return Segment(path=str(self._folder / f"{self._number:08d}.arrow"), lower=lower)
 
     def _drop_open(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-            Path(self._open.path).unlink(missing_ok=True)
+        file, self._file = self._file, None
+        if file is not None:
+            # A file that could not be written cannot be closed well either; it is removed.
+            with contextlib.suppress(OSError):
+                file.close()
+        remove(self._open.path)
+
+    def _remove_closed(self) -> None:
+        for segment in self._closed:
+            remove(segment.path)
+        self._closed.clear()
 
 
 def _messages(content: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> pa.Array:

@@ -1,6 +1,8 @@
 """A spool is its run's own, and what a killed run left goes with the next one."""
 
+import errno
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -9,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from icestream.errors import ConfigInvalid
+from icestream.errors import ConfigInvalid, SourceUnavailable
 from icestream.sources.postgres.spool import Spool, create_private
 
 _HOLDER = """
@@ -83,3 +85,34 @@ def test_folder_that_cannot_be_written_to(tmp_path: Path):
     with pytest.raises(ConfigInvalid, match="could not make a spool") as refused:
         Spool(str(tmp_path / "nowhere"), "shop")
     assert "spool" in str(refused.value.hint)
+
+
+def test_folder_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """E13, Mend F4: passing trouble, and nothing is left behind that nobody would remove."""
+
+    def no_room(file: int, content: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    # A folder of its own without room would have to be mounted.
+    with monkeypatch.context() as patched:
+        patched.setattr("icestream.sources.postgres.spool.os.write", no_room)
+        with pytest.raises(SourceUnavailable, match="could not write the spool") as refused:
+            Spool(str(tmp_path), "shop")
+    assert str(tmp_path) in refused.value.message
+    assert refused.value.detail == "No space left on device."
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_folder_that_someone_removed(tmp_path: Path):
+    """E13, Mend F4: it is made again when it is needed, as soon as that is possible."""
+    parent = tmp_path / "parent"
+    parent.mkdir()
+    spool = Spool(str(parent), "shop")
+    shutil.rmtree(parent)
+    with pytest.raises(SourceUnavailable, match="No such file"):
+        spool.renew()
+    parent.mkdir()
+    spool.renew()
+    assert [path.name for path in spool.folder.iterdir()] == ["lock"]
+    spool.close()
+    assert list(parent.iterdir()) == []

@@ -2,7 +2,9 @@
 
 import fcntl
 import itertools
+import pickle
 import resource
+import shutil
 import socket
 import struct
 import threading
@@ -20,12 +22,13 @@ import pytest
 from icestream.epoch import Epoch
 from icestream.errors import HistoryLost, SourceUnavailable
 from icestream.frontier import Frontier
-from icestream.sources import Budget, postgres
+from icestream.sources import Budget, SplitsLost, postgres
 from icestream.sources.postgres import PostgresOptions, PostgresSource, connection
-from icestream.sources.postgres.changes import Relation, RelationColumn
+from icestream.sources.postgres.changes import Relation, RelationColumn, WalSplit
 from icestream.sources.postgres.connection import Connection, Inbox, parse_dsn
 from icestream.sources.postgres.decode import PgType
 from icestream.sources.postgres.server import PgTable, Server, Slot
+from icestream.sources.postgres.spool import SpoolUnreadable
 from icestream.sources.postgres.wal import Start, WalReader, Witness, epochs
 from tests.servers import wait_until
 
@@ -368,6 +371,10 @@ RELATION += b"\1id\0" + struct.pack(">Ii", 23, -1)
 INSERT = b"I" + struct.pack(">I", ONE.oid) + b"N" + struct.pack(">hciI", 1, b"b", 4, 7)
 
 
+NO_ROOM = "No space left on device."
+EPOCH = Epoch(number=1, lower=Frontier({WAL: (START,)}), upper=Frontier({WAL: (2510,)}))
+
+
 class WiredServer(Server):
     """A server that only its wires and its log's end are real of."""
 
@@ -507,6 +514,78 @@ def test_epoch_beyond_the_log_of_the_server(wire: Wire, tmp_path: Path):
     source = WiredSource(tmp_path, wire)
     with pytest.raises(HistoryLost, match="log ends at"):
         source.reach(WiredServer.log_end + 1)
+    source.close()
+
+
+def full_disk(source: WiredSource) -> Path:
+    """The spool's folder, where the next file finds no room; once it is removed there is some."""
+    folder = source._spool_folder()
+    (folder / "00000001.arrow").symlink_to("/dev/full")
+    return folder
+
+
+@pytest.mark.parametrize("budget", [SMALL, Budget(rows=1, bytes=1)])
+def test_full_spool_is_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture, budget: Budget):
+    """E13 E3, Mend F4: the folder, the reason and the way out are told, whoever finds no room, the
+    reader or the one who asks. Another reader brings everything once there is room again."""
+    cut, whole = Wire(), Wire()
+    source = WiredSource(tmp_path, cut, whole, budget=budget)
+    folder = full_disk(source)
+    placed = [Witness(at=at, xid=at, time=at) for at in (2500, 3000)]
+    for wire in (cut, whole):
+        for each in placed:
+            wire.transaction(each, RELATION, INSERT)
+    source._read_stream((START,))
+    reader = source._reader
+    assert reader is not None
+
+    def ended() -> bool:
+        return not reader.segments() and reader.failed is not None
+
+    wait_until(ended, PATIENCE_SECONDS, "no room")
+    failed = reader.failed
+    assert isinstance(failed, SourceUnavailable) and failed.detail == NO_ROOM
+    assert failed.message == f"could not write the spool in {folder}"
+    assert "`spool`" in str(failed.hint)
+    assert not list(folder.glob("*.arrow"))
+    source.reach(3010)
+    assert sum(segment.rows for segment in source._between(START, 3010)) == 2
+    source.close()
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+def test_full_spool_when_the_run_ends(wire: Wire, tmp_path: Path):
+    """E13, Mend F4: what cannot be written cannot be closed well either, and that is no error."""
+    source = WiredSource(tmp_path, wire)
+    full_disk(source)
+    wire.transaction(Witness(at=2500, xid=8, time=8), RELATION, INSERT)
+    with pytest.raises(SourceUnavailable, match="could not write the spool"):
+        source.reach(2510)
+    source.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_spool_that_is_removed_is_made_again(tmp_path: Path):
+    """E13, Mend F4: workers do not find what they shall read; it is told once, then read again."""
+    first, again = Wire(), Wire()
+    source = WiredSource(tmp_path, first, again)
+    for wire in (first, again):
+        wire.transaction(Witness(at=2500, xid=8, time=8), RELATION, INSERT)
+    source.reach(2510)
+    (split,) = source.splits(EPOCH)
+    assert isinstance(split, WalSplit)
+    shutil.rmtree(source._spool_folder())
+    with pytest.raises(SpoolUnreadable, match="could not read") as lost:
+        list(split._rows())
+    source.give_up(pickle.loads(pickle.dumps(lost.value)))
+    with pytest.raises(SourceUnavailable, match="could not read") as told:
+        source.available(EPOCH.lower)
+    assert not isinstance(told.value, SplitsLost) and "No such file" in str(told.value.detail)
+    source._read_stream((START,))
+    source.reach(2510)
+    (split,) = source.splits(EPOCH)
+    assert isinstance(split, WalSplit)
+    assert sum(len(rows.kind) for rows in split._rows()) == 1
     source.close()
 
 
