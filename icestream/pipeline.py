@@ -220,6 +220,8 @@ class Pipeline:
         self._freshness = metrics.FRESHNESS_SECONDS.labels(name)
         age = metrics.EPOCH_AGE_SECONDS.labels(name)
         age.set_function(lambda: time.monotonic() - self._durable_at)
+        self._lag, self._lag_known_at = 0.0, time.monotonic()
+        metrics.LAG_SECONDS.labels(name).set_function(self._lag_now)
 
     def stop(self) -> None:
         """Ask the loop to end after the commit it is in; callable from any thread."""
@@ -556,6 +558,8 @@ class Pipeline:
         elif not self._pending and not busy and (once or self._is_time(lower)):
             self._looked_at = time.monotonic()
             self._pending.extend(self._available(lower, once))
+            if not self._pending and not self._in_flight and not self._stop.is_set():
+                self._observe_lag()
         metrics.LAG_EPOCHS.labels(self.name).set(len(self._pending))
         return self._pending.popleft() if self._pending else None
 
@@ -787,9 +791,19 @@ class Pipeline:
 
     def _observe(self) -> None:
         self._show(State.RUNNING)
-        lag = self._source.lag_seconds(self._durable)
-        if lag is not None:
-            metrics.LAG_SECONDS.labels(self.name).set(lag)
+        self._observe_lag()
+
+    def _observe_lag(self) -> None:
+        self._lag = self._source.lag_seconds(self._durable) or 0.0
+        self._lag_known_at = time.monotonic()
+
+    def _lag_now(self) -> float:
+        """The lag as it was last known, and the time that nothing has moved since.
+
+        Between two looks at the source nothing has to move.
+        """
+        since = time.monotonic() - self._lag_known_at
+        return self._lag + max(0.0, since - self._cadence.commit_interval)
 
 
 class _GivenUp(Exception):

@@ -292,3 +292,8 @@ def test_the_command_repeats_one_seed_with_its_trace(capsys, monkeypatch):
     output = capsys.readouterr().out
     assert "process 1: starts" in output
     assert output.splitlines()[-1].startswith(f"seed {seed}: ")
+
+
+def test_a_replay_whose_splits_are_lost_does_not_wait_for_what_was_given_up():
+    """E8, E13: in this world the next epoch looks up rows, and once waited for itself."""
+    assert World(900280).run() == EXACT

@@ -8,6 +8,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from prometheus_client import REGISTRY
 from pyiceberg.types import LongType
 
 import icestream.pipeline
@@ -40,6 +41,7 @@ from icestream.sources import (
 )
 from icestream.worker import Outcome, Unready
 from tests.property.memory import Lake, MemoryCatalog, Snapshot, Wire
+from tests.servers import wait_until
 
 SHAPE = TableShape(columns=[Column(name="id", type=LongType())], key=["id"])
 # Long enough for any machine; a test that waits for it has failed.
@@ -1219,6 +1221,35 @@ def test_a_running_pipeline_goes_on_until_it_is_stopped():
     pipeline.run()
     assert scene.epochs("a") == [(1, [0, 1]), (2, [2, 3])]
     assert pipeline.health.to_json()["state"] == State.ENDED
+
+
+def lag() -> float:
+    return float(REGISTRY.get_sample_value("icestream_lag_seconds", {"pipeline": "p"}) or 0.0)
+
+
+def test_the_lag_grows_while_nothing_moves():
+    """E13, Mend f1: the source is away, and nobody knows what it has by now."""
+    scene = Scene("a", [1])
+    pipeline = scene.pipeline()
+    seen: list[float] = []
+
+    def away() -> None:
+        before = lag()
+        wait_until(lambda: lag() > before, DEADLINE_SECONDS, "a lag that grows")
+        seen.append(before)
+        if len(seen) == 3:
+            pipeline.stop()
+        raise SourceUnavailable("away")
+
+    scene.source.on_empty = away
+    pipeline.run()
+    assert 1.5 <= seen[0] < seen[1] < seen[2]
+
+
+def test_the_lag_of_an_idle_pipeline_stays_what_the_source_says():
+    """E13, Mend f1: while there is nothing to do, nothing has to move."""
+    Scene("a", [1]).run(commit_interval=3600.0)
+    assert lag() == 1.5
 
 
 def test_a_source_that_waits_is_told_of_the_stop():
