@@ -205,3 +205,24 @@ def test_text_that_becomes_a_number(world: World, shell: Shell):
     assert world.lake_rows("wide", "id, a") == [(1, "10")]
     world.run(["public.wide"], columns={"public.wide": {"a": "string"}})
     assert world.lake_rows("wide", "id, a") == [(1, "10"), (2, "20")]
+
+
+def test_texts_that_become_numbers(world: World, shell: Shell):
+    """P8, Mend F5: no list can be declared; the table is copied anew, as the hint says."""
+    world.sql(
+        "create table wide(id int primary key, a text[])",
+        "insert into wide values (1, '{10}')",
+        "create table other(id int primary key)",
+        "insert into other values (1)",
+    )
+    world.run(BOTH)
+    world.sql("alter table wide alter a type int[] using a::int[]")
+    world.sql("insert into wide values (2, '{20}')")
+    refused = shell.run(world.document(BOTH))
+    assert_refused(refused, OPERATOR, "column a", "drop its Iceberg table, and add it again")
+    assert world.lake_rows("wide", "id, a") == [(1, ["10"])]
+    world.sql("insert into other values (2)")
+    world.run(["public.other"])
+    world.spark.sql(f"DROP TABLE {world.lake.table('shop.wide')}")
+    world.run(BOTH)
+    assert world.lake_rows("wide", "id, a") == [(1, [10]), (2, [20])]
