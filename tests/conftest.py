@@ -5,11 +5,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 from pyspark.sql import SparkSession
 
 from icestream.spark import session
 from tests.lake import Lake
 from tests.servers import RestCatalog, S3Server, running
+
+# No test depends on how busy the machine is. What is compiled at its first call is slow once.
+settings.register_profile("icestream", deadline=None)
+settings.load_profile("icestream")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

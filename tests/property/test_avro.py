@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from icestream.sources.kafka.avro import decode
 
-SLOW = settings(max_examples=150, deadline=None)
+SLOW = settings(max_examples=150)
 
 
 @dataclass(frozen=True)

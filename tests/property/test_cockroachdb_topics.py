@@ -93,7 +93,7 @@ def _together(batches: list[Any]) -> list[Any]:
     return [each for each in whole if each.num_rows]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(seeds)
 def test_every_epoch_of_a_random_changefeed_holds_exactly_what_its_log_says(seed):
     """C2, C3, C4: late rows, duplicates, lagging markers, new partitions, restarts in between."""
@@ -125,7 +125,7 @@ def test_every_epoch_of_a_random_changefeed_holds_exactly_what_its_log_says(seed
                     assert rows == feed.feed.expected(table, at)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(seeds)
 def test_an_epoch_read_again_by_anyone_gives_the_same_changes(seed):
     """C2, E3: a source that knows nothing but the epoch, however much has come meanwhile."""

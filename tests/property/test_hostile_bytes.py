@@ -29,7 +29,7 @@ from icestream.sources.postgres.framing import State, Stop, row_tuples, walk
 from tests.property.test_avro import damaged, encoded
 from tests.property.test_protobuf import PROTO3, WIRE
 
-MANY = settings(max_examples=300, deadline=None)
+MANY = settings(max_examples=300)
 AROUND = (0, 1, 0x64, 0xFF)
 LSN = 0x1_0000_0002
 
@@ -163,7 +163,7 @@ def test_a_damaged_avro_record_is_read_within_its_bytes(record):
     agreed(read)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(WIRE.flatmap(damaged))
 def test_a_damaged_protobuf_message_is_read_within_its_bytes(record):
     """Mend d2, K3: lengths, groups and tags that reach beyond the message."""

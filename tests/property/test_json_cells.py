@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from icestream.sources.json_cells import (
@@ -21,7 +21,6 @@ from icestream.sources.json_cells import (
 )
 
 # Compiling the kernels falls into whichever example comes first.
-patient = settings(deadline=None)
 
 ABSENT = object()
 
@@ -170,26 +169,22 @@ def damaged_files(draw: st.DrawFn) -> bytes:
     return bytes(data[: draw(st.none() | st.integers(0, len(data)))])
 
 
-@patient
 @given(files)
 def test_random_documents_mean_what_they_mean_to_json_loads(text):
     assert len(lines(text.encode())) == len([line for line in text.split("\n") if line.strip()])
     assert_judged_alike(text.encode())
 
 
-@patient
 @given(damaged_files())
 def test_damaged_documents_are_refused_exactly_when_json_loads_refuses_them(data):
     assert_judged_alike(data)
 
 
-@patient
 @given(st.lists(tokens, max_size=30).map(b"".join))
 def test_heaps_of_tokens_are_refused_exactly_when_json_loads_refuses_them(data):
     assert_judged_alike(data)
 
 
-@patient
 @given(st.binary(max_size=100))
 def test_random_bytes_never_crash(data):
     assert_judged_alike(data)
@@ -212,7 +207,6 @@ some_texts = st.lists(
 )
 
 
-@patient
 @given(some_texts, st.integers(0, 8), st.integers(0, 8))
 def test_each_text_is_rejected_or_means_what_it_means_to_json_loads(rows, start, size):
     part = rows[start : start + size]
@@ -222,7 +216,6 @@ def test_each_text_is_rejected_or_means_what_it_means_to_json_loads(rows, start,
     assert_same(cells, [ABSENT if value is ValueError else value for value in said])
 
 
-@patient
 @given(st.binary(max_size=60), st.data())
 def test_cells_over_a_buffer_that_nobody_checked_never_crash(data, draws):
     rows = draws.draw(st.integers(0, 4))

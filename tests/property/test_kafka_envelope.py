@@ -15,7 +15,7 @@ from icestream.sources.kafka.envelope import USUAL_OPERATIONS, ValueOptions, dec
 from icestream.sources.kafka.rows import Records
 
 # Compiling the kernels falls into whichever example comes first.
-patient = settings(deadline=None, max_examples=200)
+patient = settings(max_examples=200)
 
 REJECTED = "rejected"
 SKIPPED = "skipped"

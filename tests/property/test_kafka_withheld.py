@@ -112,7 +112,7 @@ CHANGES = st.tuples(st.sampled_from(TABLES), st.integers(0, 3), ACTIONS)
 EPOCHS = st.lists(st.lists(st.lists(CHANGES, max_size=5), max_size=4), max_size=4)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(EPOCHS)
 def test_the_destination_has_the_rows_of_the_database(epochs):
     """P7, K3: however changes are cut into epochs, batches, partitions and tables."""

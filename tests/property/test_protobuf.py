@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from icestream.sources.kafka.protobuf import _files, _message_at, decode
 
-MANY = settings(max_examples=100, deadline=None)
-FEW = settings(max_examples=20, deadline=None)
+MANY = settings(max_examples=100)
+FEW = settings(max_examples=20)
 
 MEMBERS = """
   double f1 = 1; float f2 = 2; int32 f3 = 3; int64 f4 = 4; uint32 f5 = 5; uint64 f6 = 6;

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pyiceberg.types import (
     BinaryType,
@@ -174,7 +174,6 @@ def shown(value: Decimal) -> str:
     return format(value if value else abs(value), "f")
 
 
-@settings(deadline=None)
 @given(st.lists(decimals, min_size=1))
 def test_a_numeric_of_any_size_is_its_digits(values):
     """P8: with as many zeros after the point as PostgreSQL keeps."""
@@ -182,7 +181,6 @@ def test_a_numeric_of_any_size_is_its_digits(values):
     assert found.to_pylist() == [shown(value) for value in values]
 
 
-@settings(deadline=None)
 @given(decimals, st.integers(1, 38), st.data())
 def test_a_numeric_is_a_decimal_or_refused(value, precision, data):
     """P8: both forms agree, and nothing is rounded or cut."""
@@ -237,7 +235,6 @@ def array_bytes(values: Sequence[bytes | None], element: str) -> bytes:
 texts = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\0"), max_size=12)
 
 
-@settings(deadline=None)
 @given(st.lists(st.none() | st.lists(st.none() | texts | st.sampled_from(["NULL", "null", ""]))))
 def test_arrays_of_text_hold_their_elements(rows):
     """P8: quotes, backslashes, braces, empty texts and the word NULL included."""
@@ -253,7 +250,6 @@ def test_arrays_of_text_hold_their_elements(rows):
     assert decoded("text[]", sent, "b", to).to_pylist() == rows
 
 
-@settings(deadline=None)
 @given(st.lists(st.lists(st.none() | st.integers(-(2**31), 2**31 - 1))))
 def test_arrays_of_numbers_hold_their_elements(rows):
     """P8: in both forms, also when the table's elements are wider."""
@@ -390,7 +386,6 @@ WRITTEN = [
 ]
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_damaged_input_never_leads_out_of_the_buffer(data):
     """P8: whatever the bytes, the outcome depends on them alone, and is rows or a refusal."""
