@@ -173,8 +173,7 @@ def test_table_whose_name_another_one_takes(
     world: World, shell: Shell, monkeypatch: pytest.MonkeyPatch
 ):
     """P12, Mend F2: the new table's rows would be missing; once it is gone, all goes on."""
-    # The time between two looks would only be waited out.
-    monkeypatch.setattr(postgres, "_SLOT_SECONDS", 0.1)
+    monkeypatch.setattr(postgres, "_SLOT_SECONDS", 0.1)  # ten seconds would only be waited out
     wide_table(world)
     said = "table public.wide was dropped and created anew at the source"
     assert_stops(

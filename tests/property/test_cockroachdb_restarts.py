@@ -53,9 +53,8 @@ def test_every_row_comes_once_and_in_order(tmp_path, monkeypatch, seed):
                 raise Crash
         publish(self, table, commit)
 
-    # A kill between two commits, and one commit after the other so that a seed tells which.
-    monkeypatch.setattr(IcebergSink, "_publish", killed)
-    monkeypatch.setattr(iceberg, "COMMITS_IN_PARALLEL", 1)
+    monkeypatch.setattr(IcebergSink, "_publish", killed)  # a kill between two commits
+    monkeypatch.setattr(iceberg, "COMMITS_IN_PARALLEL", 1)  # in order: a seed tells which is killed
     for _ in range(rng.randint(3, 6)):
         number = rounds(shop, rng, number, expected)
         commits_left[:] = rng.choice([[], [], [0], [1], [2], [3], [4]])

@@ -179,8 +179,7 @@ def test_an_epoch_that_some_tables_carry_is_never_given_up(monkeypatch):
         return write()
 
     assert {seed: verdict for seed in range(20) if (verdict := stormy(seed)) != EXACT} == {}
-    # There is no switch for it: the loop is told what it is kept from.
-    monkeypatch.setattr(Pipeline, "_insist", careless)
+    monkeypatch.setattr(Pipeline, "_insist", careless)  # takes the guarantee out: it must show
     assert any("duplicate" in stormy(seed) for seed in range(20))
 
 
@@ -203,14 +202,14 @@ def test_a_schema_that_changes_between_two_commits_of_an_epoch_doubles_and_loses
 ):
     """I17, Mend c3: a record is a row or a letter, and the first table that has it decides."""
     assert {seed: verdict for seed in range(10) if (verdict := choosy(seed)) != EXACT} == {}
-    monkeypatch.setattr(IcebergSink, method, careless)  # no option takes a guarantee out
+    monkeypatch.setattr(IcebergSink, method, careless)  # takes the guarantee out: it must show
     damage = (*DAMAGE, "acknowledged too early")
     assert any(choosy(seed).startswith(damage) for seed in range(40))
 
 
 def test_letters_that_come_before_their_tables_are_doubled(monkeypatch):
     """I17, Mend c3: only a table's rows first, and its letters then, can be finished."""
-    monkeypatch.setattr(IcebergSink, "_publish_in_turn", _in_any_order)  # no option does this
+    monkeypatch.setattr(IcebergSink, "_publish_in_turn", _in_any_order)  # must show
     assert any(choosy(seed) != EXACT for seed in range(40))
 
 
@@ -231,7 +230,7 @@ def choosy(seed: int) -> str:
 def test_a_table_that_is_dropped_while_a_run_starts_is_not_passed_over(monkeypatch):
     """E4, Mend c2: the source is told what the claim finds, or the run ends."""
     assert {seed: verdict for seed in range(12) if (verdict := dropping(seed)) != EXACT} == {}
-    monkeypatch.setattr(Pipeline, "_refuse_change", lambda *_: None)  # no option leaves it out
+    monkeypatch.setattr(Pipeline, "_refuse_change", lambda *_: None)  # taken out, it must show
     assert any("lost" in dropping(seed) for seed in range(40, 110))
 
 
@@ -259,9 +258,9 @@ def test_a_table_that_lacks_epochs_is_not_passed_over(monkeypatch, noticed, seed
         found = lacking_tables(progress).items()
         return {table: lost for table, lost in found if noticed not in lost.message}
 
-    # No option leaves the check out; both a first look and a claim make it.
-    monkeypatch.setattr("icestream.epoch.lacking_tables", without_this)
-    monkeypatch.setattr("icestream.sinks.iceberg.lacking_tables", without_this)
+    # The check is taken out, which must show: at the first look, and at the claim.
+    monkeypatch.setattr("icestream.epoch.lacking_tables", without_this)  # at the first look
+    monkeypatch.setattr("icestream.sinks.iceberg.lacking_tables", without_this)  # at the claim
     assert any("lost" in World(seed).run() for seed in seeds)
 
 

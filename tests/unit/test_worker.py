@@ -365,8 +365,7 @@ def selected(*rows: tuple[int, int]) -> pa.RecordBatch:
 
 def test_selected_rows_are_written_by_bucket_and_in_parts_where_no_key_comes_twice(monkeypatch):
     """E11, E10: memory is bounded where that is safe; the names of files say nothing of chance."""
-    # Real parts would be hundreds of megabytes.
-    monkeypatch.setattr(worker, "_WRITE_BYTES", 1)
+    monkeypatch.setattr(worker, "_WRITE_BYTES", 1)  # real parts have hundreds of megabytes
     layout = Typed(
         tables=["t"],
         shared=frozenset(),
@@ -413,8 +412,7 @@ def test_tables_that_come_in_turn_are_each_written_once(monkeypatch):
         ("00001", [5], True),
         ("00001", [6], True),
     ]
-    # Real parts would be hundreds of megabytes.
-    monkeypatch.setattr(worker, "_WRITE_BYTES", 1)
+    monkeypatch.setattr(worker, "_WRITE_BYTES", 1)  # real parts have hundreds of megabytes
     in_parts = Noted(selects=writer.selects)
     list(_write_typed([selected((11, 1), (15, 2)), selected((11, 3))], in_parts, layout))
     assert in_parts.calls == [

@@ -419,8 +419,7 @@ def test_strangers_are_looked_at_once_and_an_unreadable_one_stops_nobody(monkeyp
 
 def test_a_table_of_ours_that_could_not_be_read_at_the_start_is_not_written_twice(monkeypatch):
     """I16, Mend a6: it was passed over, so where it stands is not known."""
-    # It is readable again at once; waiting would hide what the test is about.
-    monkeypatch.setattr(iceberg, "UNREADABLE_PAUSES", ())
+    monkeypatch.setattr(iceberg, "UNREADABLE_PAUSES", ())  # a second look would find it readable
     lake = Lake()
     first = sink(lake, route=BY_RECORDS)
     first.claim([])
@@ -446,8 +445,7 @@ def named_by_records(lake: Lake, **failing: Exception) -> IcebergSink:
 def test_a_start_waits_for_an_own_table_that_only_its_name_tells(monkeypatch, alone, problem):
     """I16, Mend, leftover: it may hold the last epoch, whose number would be used twice; so also
     when that was its first epoch and no other table has a part in it."""
-    # It is readable again at once; waiting would hide what the test is about.
-    monkeypatch.setattr(iceberg, "UNREADABLE_PAUSES", ())
+    monkeypatch.setattr(iceberg, "UNREADABLE_PAUSES", ())  # a second look would find it readable
     lake = Lake()
     first = sink(lake, route=BY_RECORDS)
     first.claim([])
@@ -469,8 +467,7 @@ def test_a_start_waits_for_an_own_table_that_only_its_name_tells(monkeypatch, al
 
 def test_a_strangers_unreadable_table_stops_nobody_though_one_of_ours_was_dropped(monkeypatch):
     """I16, Mend, leftover: the name tells it from a table that the last epoch knew."""
-    # A broken table never comes back: waiting for it would only cost time.
-    monkeypatch.setattr(iceberg, "UNREADABLE_PAUSES", ())
+    monkeypatch.setattr(iceberg, "UNREADABLE_PAUSES", ())  # it never comes back: no use to wait
     lake = Lake()
     first = sink(lake, route=BY_RECORDS)
     first.claim([])

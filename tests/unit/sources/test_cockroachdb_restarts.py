@@ -139,8 +139,7 @@ def test_a_table_that_is_left_out_while_it_lies_behind_gets_all_once_it_is_put_b
         published.append(table)
         publish(sink, table, commit)
 
-    # A kill after the first of the three epochs that are replayed.
-    monkeypatch.setattr(IcebergSink, "_publish", crashing)
+    monkeypatch.setattr(IcebergSink, "_publish", crashing)  # a kill after the first of three epochs
     with pytest.raises(Crash):
         shop.run(*BOTH)
     monkeypatch.setattr(IcebergSink, "_publish", publish)  # the next run is not killed
@@ -457,8 +456,7 @@ def test_a_file_of_deletes_is_sampled_once(tmp_path, monkeypatch):
         sampled.append(file.path)
         return inner(self, table, file, *rest)
 
-    # Counts what the coordinator reads to find the table's columns.
-    monkeypatch.setattr(CockroachdbFiles, "_sampled", counted)
+    monkeypatch.setattr(CockroachdbFiles, "_sampled", counted)  # only counts what is read
     lower = START
     for number in range(20):
         seconds = 600 * number
