@@ -558,7 +558,7 @@ class Pipeline:
         elif not self._pending and not busy and (once or self._is_time(lower)):
             self._looked_at = time.monotonic()
             self._pending.extend(self._available(lower, once))
-            if not self._pending and not self._in_flight and not self._stop.is_set():
+            if not self._pending and not self._stop.is_set():
                 self._observe_lag()
         metrics.LAG_EPOCHS.labels(self.name).set(len(self._pending))
         return self._pending.popleft() if self._pending else None

@@ -81,7 +81,8 @@ _MEANING = {
     "spark.sql.caseSensitive": "false",
     "spark.sql.session.timeZone": "UTC",
 }
-# Texts that Spark takes for a day or a moment of the clock: alone, and before a literal's value.
+# Texts that Spark turns into a day or a moment of the clock, and literals with such a text
+# (`date'today'`), which the parser turns into one.
 _CLOCK_WORDS = re.compile(r"\s*(now|today|tomorrow|yesterday)\b", re.IGNORECASE)
 _CLOCK_LITERALS = re.compile(
     r"\b(date|timestamp|timestamp_ntz|timestamp_ltz)\s*['\"]" + _CLOCK_WORDS.pattern, re.IGNORECASE
@@ -499,10 +500,18 @@ def _inside(expression: Any) -> Iterator[Any]:
 
 
 def _tells_the_clock(node: Any) -> bool:
-    """Whether a text becomes a day or a moment, and which one depends on when that happens."""
+    """Whether a constant text becomes a day or a moment, and which one the clock decides."""
     if _class(node) != "Cast" or node.dataType().simpleString()[:4] not in ("date", "time"):
         return False
-    return bool(node.child().foldable() and _CLOCK_WORDS.match(str(node.child().eval(None))))
+    child = node.child()
+    if not child.foldable() or child.dataType().simpleString() != "string":
+        return False
+    try:
+        text = str(child.eval(None))
+    except Exception:
+        # Spark's errors come in many classes. This constant fails for every row, and is told then.
+        return False
+    return bool(_CLOCK_WORDS.match(text))
 
 
 def _class(node: Any) -> str:

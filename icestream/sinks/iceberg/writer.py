@@ -363,15 +363,21 @@ def partition_value(value: Any, result_type: str, field_id: str, spec: Partition
 
 
 def _sorted(rows: pa.Table, columns: Sequence[SortColumn]) -> pa.Table:
-    """The rows in the table's order; to Iceberg not-a-number is greater than any number."""
+    """The rows in the table's order; to Iceberg not-a-number is greater than any number.
+
+    Each key costs time: nulls and not-a-numbers have one of their own only where there are any.
+    """
     if not columns:
         return rows
     keys: list[tuple[pa.Array, bool]] = []
     for name, ascending, nulls_first in columns:
         values = _plain(_column(rows, [name]))
-        keys.append((pc.is_null(values), not nulls_first))
+        if values.null_count:
+            keys.append((pc.is_null(values), not nulls_first))
         if pa.types.is_floating(values.type):
-            keys.append((pc.fill_null(pc.is_nan(values), False), ascending))
+            no_number = pc.fill_null(pc.is_nan(values), False)
+            if pc.any(no_number).as_py():
+                keys.append((no_number, ascending))
         keys.append((values, ascending))
     plain = pa.table([values for values, _ in keys], names=list(map(str, range(len(keys)))))
     order = [

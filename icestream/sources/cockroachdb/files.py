@@ -606,7 +606,8 @@ class CockroachdbFiles(Changefeed):
         ]
         known = sorted(self._markers)
         reached = [after(boundary) for boundary in boundaries]
-        since = [max(0, *_earliest(known, at[RESOLVED]), 0) for at in reached]
+        earliest = [_earliest(known, at[RESOLVED]) for at in reached]
+        since = [max(0, at[0]) if at else 0 for at in earliest]
         folders = remembered(boundaries, files, lower, since)
         seen = self._seen_without_rows([at[RESOLVED] for at in reached], lower)
         return [

@@ -9,7 +9,7 @@ With each resolved timestamp R the frontier remembers, beside R, which numbers o
 still be needed after it: `folder: (wall, logical, since, writer, low, next, writer, low ...)`.
 Files `low` to `next - 1` were there when R was, and may hold rows later than R. All writers with a
 file named `since` or later are named, so that one which is not named is new and begins at 0.
-Behind them are those that have been idle for longer: a writer lives as long as its session, and
+After them come those that have been idle for longer: a writer lives as long as its session, and
 goes on with `next` after days, when all before that was read and removed. The longest idle drop
 out.
 

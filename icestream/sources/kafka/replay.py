@@ -97,7 +97,7 @@ class LetterGroup:
         """The spans of its letters among all that are known, which come in the order of texts."""
         mine = _with_places(known)
         if self.by_offset:
-            mine = mine.take(order(known))
+            mine = mine.take(_order(mine))
         mine = mine.slice(self.start, self.end - self.start)
         lengths = pc.utf8_length(mine.column(dead_letters.POSITION))
         ends = (
@@ -185,12 +185,15 @@ def places(positions: pa.Array) -> pa.Table:
 
 def order(known: pa.Table) -> pa.Array:
     """The numbers of letters, those of a partition in the order of their offsets."""
-    columns = ["topic", "partition", "offset", dead_letters.POSITION]
-    return pc.sort_indices(_with_places(known), [(name, "ascending") for name in columns])
+    return _order(_with_places(known))
+
+
+def _order(placed: pa.Table) -> pa.Array:
+    return pc.sort_indices(placed, [(name, "ascending") for name in placed.column_names])
 
 
 def _with_places(known: pa.Table) -> pa.Table:
-    """The positions of letters, and what they say."""
+    """The positions of letters: topic, partition, offset, and the text itself."""
     positions = known.column(dead_letters.POSITION).combine_chunks()
     return places(positions).append_column(dead_letters.POSITION, positions)
 

@@ -295,7 +295,7 @@ class PostgresSource(Source):
         return self._stream_bounds(at, self._target)
 
     def backlog(self, lower: Frontier) -> bool:
-        """Whether tables are being copied, or the stream holds a full epoch behind `lower`."""
+        """Whether tables are being copied, or the stream holds a full epoch after `lower`."""
         if self._initial is not None or self._later is not None:
             # Snapshots are held open until the copy is seen to be complete.
             return True
@@ -481,7 +481,7 @@ class PostgresSource(Source):
             return None
         return Witness(at=position[1], xid=position[2], time=position[3])
 
-    def _position_behind(self, segment: Segment) -> Position:
+    def _position_after(self, segment: Segment) -> Position:
         """The end of a segment with its witness."""
         witness = segment.witness
         if witness is None:
@@ -534,9 +534,9 @@ class PostgresSource(Source):
     def _slot_position(self, known: Position) -> Position:
         """Where the slot stands, when a table that the lake has lost may have known it alone.
 
-        The slot moves only behind commits, and a table that an epoch concerns takes part in it. So
-        the tables that are left lack nothing, and the lost one is copied anew. The pipeline leaves
-        the slot at a transaction that is sent: a slot elsewhere was moved by someone else.
+        The slot moves only to the ends of commits, and a table that an epoch concerns takes part in
+        it. So the tables that are left lack nothing, and the lost one is copied anew. The pipeline
+        leaves the slot at a transaction that is sent: a slot elsewhere was moved by someone else.
         """
         slot = self._free_slot()
         if slot is None or slot.wal_status == "lost" or slot.confirmed <= known[0]:
@@ -796,7 +796,7 @@ class PostgresSource(Source):
     # --- copies -------------------------------------------------------------------------------
 
     def _emptied_first(self, at: Frontier) -> Frontier | None:
-        """The bound behind which tables that are copied once more are empty."""
+        """The bound after which tables that are copied once more are empty."""
         again = {
             _copy_name(table): (at[_copy_name(table)][0], _COPYING, 0, 0)
             for table in self._tables.values()
@@ -996,7 +996,7 @@ class PostgresSource(Source):
     # --- the stream ---------------------------------------------------------------------------
 
     def _stream_bounds(self, at: Frontier, until: int) -> list[Frontier]:
-        """Ends of epochs behind `at`; waits while the stream has not come to `until`.
+        """Ends of epochs after `at`; waits while the stream has not come to `until`.
 
         No clock ends the wait, because nobody knows how long a transaction is: the server has
         written `until` to its log, and the reader fails when the server falls silent.
@@ -1006,16 +1006,16 @@ class PostgresSource(Source):
         while True:
             self._reader.read_past(position)
             self._segments = self._reader.segments()
-            behind = [segment for segment in self._segments if segment.upper > position]
-            if isinstance(self._reader.failed, _TextNeeded) and not behind:
+            later = [segment for segment in self._segments if segment.upper > position]
+            if isinstance(self._reader.failed, _TextNeeded) and not later:
                 self._read_stream(at[self._wal])
                 continue
-            if self._reader.failed is not None and not behind:
+            if self._reader.failed is not None and not later:
                 raise self._reader.failed
-            if behind or position >= until:
+            if later or position >= until:
                 self._renew_witness()
-                groups = epochs(behind, self._budget)
-                ends = [self._position_behind(group[-1]) for group in groups]
+                groups = epochs(later, self._budget)
+                ends = [self._position_after(group[-1]) for group in groups]
                 return [at.join(Frontier({self._wal: end})) for end in ends]
             self._pause()
 

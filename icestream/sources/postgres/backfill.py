@@ -106,7 +106,7 @@ class PageRange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """What one epoch of a copy reads, and the position behind it; `after` is None at the end."""
+    """What one epoch of a copy reads, and the position after it; `after` is None at the end."""
 
     ranges: Sequence[PageRange]
     after: tuple[int, int] | None
@@ -115,7 +115,7 @@ class Round:
 def rounds(
     leaves: Sequence[Leaf], begin: tuple[int, int], chunk_pages: int, pages_max: int
 ) -> list[Round]:
-    """Cut what lies behind `begin`, a leaf's oid and a page, into rounds of at most `pages_max`.
+    """Cut what lies after `begin`, a leaf's oid and a page, into rounds of at most `pages_max`.
 
     Leaves follow each other by oid. A table without pages still has one, open-ended range: rows may
     come between planning and reading.

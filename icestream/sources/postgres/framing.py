@@ -286,7 +286,7 @@ def walk(raw: Bytes, state: Numbers, tables: Tables, buffer: Buffer) -> tuple[in
 
 @kernel
 def gather(content: Bytes, starts: Numbers, lengths: Numbers, out: Bytes) -> None:
-    """Copy pieces behind each other."""
+    """Copy pieces one after the other."""
     place = 0
     for number in range(starts.size):
         length = lengths[number]

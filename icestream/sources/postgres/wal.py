@@ -230,10 +230,10 @@ class WalReader:
                     self._fail(error)
             return list(self._closed)
 
-    def full(self, behind: int) -> bool:
-        """Whether as much has come behind a position as an epoch may hold."""
+    def full(self, after: int) -> bool:
+        """Whether as much has come after a position as an epoch may hold."""
         with self._lock:
-            closed = [segment for segment in self._closed if segment.upper > behind]
+            closed = [segment for segment in self._closed if segment.upper > after]
             rows = sum(segment.rows for segment in closed)
             size = sum(segment.size_bytes for segment in closed)
             if not self._state[State.TORN]:
@@ -258,7 +258,7 @@ class WalReader:
             return first <= start and (self.failed is None or (last > start and last >= until))
 
     def read_past(self, position: int) -> None:
-        """Go on reading behind a position, however much of what comes before it is kept."""
+        """Go on reading after a position, however much of what comes before it is kept."""
         with self._lock:
             self._passed = position
             self._wake.notify_all()
@@ -433,8 +433,8 @@ class WalReader:
         if self._start.adopts:
             return HistoryLost(
                 "the replication slot is not where this pipeline left it",
-                detail=f"It stands at {lsn_text(self._start.lsn)}, behind the tables that are "
-                f"left. {found} Someone moved it on or made it anew, and these tables may lack "
+                detail=f"It stands at {lsn_text(self._start.lsn)}, past the position of the other "
+                f"tables. {found} Someone moved it on or made it anew, and these tables may lack "
                 "changes.",
                 hint=COPY_ANEW,
             )
@@ -525,7 +525,7 @@ class WalReader:
             self._content = np.empty(max(needed, 2 * self._content.size), dtype=np.uint8)
 
     def _cut(self) -> None:
-        """Close the segment behind the last whole transaction, if there is anything to close."""
+        """Close the segment after the last whole transaction, if there is anything to close."""
         state = self._state
         if state[State.TORN]:
             return

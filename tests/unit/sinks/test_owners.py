@@ -274,14 +274,19 @@ def test_a_table_of_an_earlier_version_is_ours_and_says_so_after_the_claim():
     assert owner(lake, "b") == {"pipeline": "p", "table": "b"}
 
 
+def after_an_upgrade(lake: Lake, table: str, name: str) -> IcebergSink:
+    """A new run; an earlier version filled a table, and did not write down its source table."""
+    first = sink(lake, route=BY_RECORDS)
+    first.claim([])
+    commit(first, epoch(1, 0, 5), table)
+    set_owner(lake, name, None)
+    return sink(lake, route=BY_RECORDS)
+
+
 def test_what_an_earlier_version_made_for_a_dotted_value_finds_its_source_table():
     """I16, Mend a3: its last epoch proves it; a start later everything has its own name."""
     lake = Lake()
-    first = sink(lake, route=BY_RECORDS)
-    first.claim([])
-    commit(first, epoch(1, 0, 5), "shop.orders")
-    set_owner(lake, "orders", None)
-    upgraded = sink(lake, route=BY_RECORDS)
+    upgraded = after_an_upgrade(lake, "shop.orders", "orders")
     assert set(upgraded.claim([])) == {"orders"}
     assert owner(lake, "orders") is None
     assert not upgraded.prepare("orders", lambda: SHAPE)
@@ -366,11 +371,7 @@ def test_a_folding_catalog_refuses_the_second_of_two_source_tables_at_once():
 def test_a_folded_name_of_an_earlier_version_finds_its_spelling():
     """I16, Mend, leftover: the table does not say its source table, but its last epoch does."""
     lake = folding_lake()
-    first = sink(lake, route=BY_RECORDS)
-    first.claim([])
-    commit(first, epoch(1, 0, 5), "Orders")
-    set_owner(lake, "Orders", None)
-    upgraded = sink(lake, route=BY_RECORDS)
+    upgraded = after_an_upgrade(lake, "Orders", "Orders")
     upgraded.claim([])
     with pytest.raises(NeedsOperator, match="remembers it from now on"):
         upgraded.prepare("Orders", lambda: SHAPE)
