@@ -6,12 +6,17 @@ A change batch has the columns `OP`, `AT`, `SEQ`, the table's own columns, and o
 place are one change delivered twice.
 """
 
+import os
 from collections.abc import Sequence
 from enum import IntEnum
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+
+# What comes from Spark lies anywhere in memory. Arrow copies it where it must, and says nothing;
+# else it writes a line of advice to stderr for each such column. It looks at its first use.
+os.environ.setdefault("ACERO_ALIGNMENT_HANDLING", "reallocate")
 
 # No database takes a zero byte in a name, so no user's column is called like these.
 OP = "\0op"

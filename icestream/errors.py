@@ -2,7 +2,7 @@
 
     IcestreamError(message, *, detail, hint)
     ├── Retryable        SourceUnavailable, TargetUnavailable, CommitConflict
-    │                    -> bounded retry in the pipeline
+    │                    -> waited out by the pipeline (`icestream.patience`)
     ├── CommitUnknown    the answer was lost        -> read back, then decide; delete nothing
     ├── Fenced           someone newer owns the target -> stop quietly, an exit code of its own
     ├── NeedsOperator    ConfigInvalid, HistoryLost, ProgressLost, RolledBack, FrontierLost,

@@ -42,7 +42,9 @@ LAG_SECONDS = Gauge(
     "icestream_lag_seconds", "Age of the durable frontier against the source's.", ["pipeline"]
 )
 LAG_EPOCHS = Gauge(
-    "icestream_lag_epochs", "Epochs that are available and not yet durable.", ["pipeline"]
+    "icestream_lag_epochs",
+    "Epochs that the source has named and that are not committed yet.",
+    ["pipeline"],
 )
 SLOT_LAG_BYTES = Gauge(
     "icestream_slot_lag_bytes", "Log that a PostgreSQL server keeps for a slot.", ["slot"]

@@ -4,9 +4,11 @@
                                                                          │ reports
     Source.ack ◄─ durable ◄─ Sink.commit, epoch after epoch  ◄───────────┘
 
-This is the only place that orders these steps, and the only one that retries. Up to
-`epochs_in_flight` epochs are read and written at once; epoch n+1 starts to be committed only when
-every table of epoch n has committed, which is what lets a restart derive from the tables alone
+This is the only place that orders these steps, and the only one that waits for trouble to pass
+(`icestream.patience`): what it calls tries again at once, for some seconds at most, or not at all.
+
+Up to `epochs_in_flight` epochs are read and written at once; epoch n+1 starts to be committed only
+when every table of epoch n has committed, which is what lets a restart derive from the tables alone
 where to go on (`icestream.epoch.resume_point`).
 
 The source is told only what a destination remembers. An epoch without changes makes no snapshot:
@@ -45,6 +47,7 @@ from icestream.errors import (
     check,
 )
 from icestream.frontier import Frontier
+from icestream.patience import Patience, Stopped, Trouble
 from icestream.schema import (
     Column,
     TableShape,
@@ -75,13 +78,13 @@ WriteEpoch = Callable[[Sequence[Any], Writer, bool, str], Outcome]
 
 InFlight = tuple[Epoch, Sequence[Part], Future[Written]]
 
-# Half a second doubling to thirty, ten times: some two minutes of trouble are bridged.
-RETRIES_MAX = 10
-RETRY_SECONDS = 0.5
-RETRY_SECONDS_MAX = 30.0
+# An epoch whose bounds are settled is read so often with splits that were lost.
+LOST_MAX = 10
 # A table's schema may need several steps until it takes an epoch; each adds columns.
 REWRITES_MAX = 50
 TABLES_IN_PARALLEL = 8
+# A topic has hundreds of partitions; a log line is for people.
+POSITION_PARTS_SHOWN = 8
 # While an epoch's time has not come, the source is asked this often whether a whole one waits.
 BACKLOG_LOOK_SECONDS = 1.0
 
@@ -111,9 +114,18 @@ class Health:
     def become(self, state: State, error: IcestreamError | None = None) -> None:
         """Enter a state, with the error that led there."""
         with self._lock:
-            self._state, self._error = state, error
-            for each in State:
-                metrics.HEALTH.labels(self._pipeline, each.value).set(each == state)
+            self._enter(state, error)
+
+    def go_on(self, state: State, trouble: Callable[[], IcestreamError | None]) -> None:
+        """Enter a state, or be stalled while there is trouble."""
+        with self._lock:
+            error = trouble()
+            self._enter(State.STALLED if error else state, error)
+
+    def _enter(self, state: State, error: IcestreamError | None) -> None:
+        self._state, self._error = state, error
+        for each in State:
+            metrics.HEALTH.labels(self._pipeline, each.value).set(each == state)
 
     def committed(self, epoch: int, position: str, results: Sequence[Committed]) -> None:
         """Note what an epoch brought to its tables."""
@@ -209,8 +221,10 @@ class Pipeline:
         self._settled_number = 0
         self._given_up_number = 0
         self._in_flight: deque[InFlight] = deque()
-        # How often splits were lost since an epoch was settled, and whether that has an end.
-        self._losses = 0
+        self._stage = State.STARTING
+        self._patience = Patience(name, self._stop, self._refresh)
+        # Splits that were lost since an epoch was settled, and parts of the source that are away.
+        self._lost, self._partial = Trouble(), Trouble()
         self._once = True
         self._pending: deque[Frontier] = deque()
         self._named: Sequence[str] = ()
@@ -222,6 +236,7 @@ class Pipeline:
         age.set_function(lambda: time.monotonic() - self._durable_at)
         self._lag, self._lag_known_at = 0.0, time.monotonic()
         metrics.LAG_SECONDS.labels(name).set_function(self._lag_now)
+        metrics.LAG_EPOCHS.labels(name).set_function(self._epochs_behind)
 
     def stop(self) -> None:
         """Ask the loop to end after the commit it is in; callable from any thread."""
@@ -243,7 +258,7 @@ class Pipeline:
     def _watched(self, work: Callable[[], None]) -> None:
         """Work, show how it ends, and let the source go."""
         try:
-            with suppress(_Stopped):
+            with suppress(Stopped):
                 work()
             self.health.become(State.ENDED)
         except Fenced as error:
@@ -261,7 +276,7 @@ class Pipeline:
             self._source.close()
 
     def _run(self, once: bool) -> None:
-        self._once = once
+        self._once = self._patience.bounded = once
         before, resume = self._found()
         if once and self._nothing_to_do(before, resume):
             if trouble := self._source.trouble():
@@ -284,7 +299,7 @@ class Pipeline:
 
     def _found(self) -> tuple[Mapping[str, Progress], Resume]:
         """What the tables that are there remember; the source is told of them."""
-        tables = self._source.tables()
+        tables = self._retry(self._source.tables)
         before = self._retry(partial(self._sink.durable, tables))
         resume = resume_point(before)
         self._named, self._unclaimed = tables, unclaimed(tables, before, resume)
@@ -294,7 +309,7 @@ class Pipeline:
 
     def _take_over(self) -> None:
         """Claim the tables, finish what an earlier run left, bring forward what lies behind."""
-        progress = self._retry(partial(self._sink.claim, self._source.tables()))
+        progress = self._retry(lambda: self._sink.claim(self._source.tables()))
         resume = resume_point(progress)
         self._refuse_change(progress, resume)
         self._source.found(progress.keys())
@@ -302,7 +317,7 @@ class Pipeline:
         self._settled_number = self._number
         log.info(
             "resuming after %s",
-            self._source.position(resume.at) or "the beginning",
+            brief(self._source.position(resume.at)) or "the beginning",
             extra={"pipeline": self.name, "epoch": resume.number},
         )
         behind = {**self._without_history(progress), **self._fed(resume.replays)}
@@ -331,7 +346,7 @@ class Pipeline:
         self._durable = resume.at
         behind = resume.unfinished or self._fed(resume.replays) or self._without_history(progress)
         try:
-            return not behind and not self._source.available(resume.at)
+            return not behind and not self._retry(partial(self._source.available, resume.at))
         except HistoryLost:
             # Another run may have moved on since the tables were read; a claim settles it.
             return False
@@ -428,7 +443,8 @@ class Pipeline:
     def _replay(self, table: str, progress: Progress) -> None:
         """Bring a table that lies behind forward to the others, boundary by boundary."""
         lower = progress.upper
-        bounds = deque(self._source.catch_up(table, lower, self._durable))
+        catch_up = partial(self._source.catch_up, table)
+        bounds = deque(self._retry(partial(catch_up, lower, self._durable)))
         while lower != self._durable:
             self._end_if_stopped()
             if not bounds:
@@ -442,7 +458,7 @@ class Pipeline:
             except SplitsLost as lost:
                 # The source names other bounds now: an epoch that was too large becomes smaller.
                 self._give_up(lost)
-                bounds = deque(self._source.catch_up(table, lower, self._durable))
+                bounds = deque(self._retry(partial(catch_up, lower, self._durable)))
 
     def _replay_epoch(self, table: str, epoch: Epoch) -> None:
         """Bring one epoch to a table that lies behind."""
@@ -455,7 +471,7 @@ class Pipeline:
         if written.reports or written.emptied:
             self._commit(epoch, written, write)
         elif last:
-            self._sink.heartbeat(epoch, self._source.summary(epoch), table)
+            self._publish_frontier(epoch, table)
         self._mark_settled(epoch)
 
     def _stream(self, once: bool) -> None:
@@ -499,8 +515,7 @@ class Pipeline:
         The source is told, and will name epochs anew. Meanwhile the pipeline is stalled: as long as
         it takes while running, within bounds in a single run. Ends a run that is being stopped.
         """
-        log.warning("reading again: %s", lost, extra={"pipeline": self.name})
-        self.health.become(State.STALLED, lost)
+        self._patience.tell(self._lost, lost)
         with self._settled:
             self._given_up_number = self._number
             self._settled.notify_all()
@@ -514,11 +529,10 @@ class Pipeline:
         self._looked_at = -math.inf
         with self._settled:
             self._settled_number = self._number
-        self._losses += 1
-        if self._once and self._losses == REWRITES_MAX:
+        try:
+            self._patience.wait(self._lost, lost)
+        except SplitsLost:
             raise SourceUnavailable(lost.message, detail=lost.detail, hint=lost.hint) from lost
-        self._pause(self._losses - 1)
-        self._end_if_stopped()
 
     def _insist(self, epoch: Epoch, write: Callable[[], Written], bounded: bool) -> Written:
         """Write an epoch however often its splits are lost: its bounds are settled.
@@ -529,7 +543,7 @@ class Pipeline:
             try:
                 return write()
             except SplitsLost as lost:
-                if bounded and tries == RETRIES_MAX:
+                if bounded and tries == LOST_MAX:
                     raise SourceUnavailable(
                         f"epoch {epoch.number} could not be written again: {lost.message}",
                         detail="A part of its tables may hold it already; a new start finishes it.",
@@ -538,14 +552,10 @@ class Pipeline:
                 self._give_up(lost)
         raise AssertionError("unreachable")
 
-    def _pause(self, attempt: int) -> None:
-        """Wait for trouble to pass, longer each time, or for the end of the run."""
-        self._stop.wait(min(RETRY_SECONDS_MAX, RETRY_SECONDS * 2 ** min(attempt, RETRIES_MAX)))
-
     def _end_if_stopped(self) -> None:
         """End the run here if it is being stopped: the next start goes on."""
         if self._stop.is_set():
-            raise _Stopped
+            raise Stopped
 
     def _next_boundary(self, lower: Frontier, once: bool, busy: bool) -> Frontier | None:
         """The next upper bound; the source is asked only when all it named are used up.
@@ -557,10 +567,10 @@ class Pipeline:
             self._pending.clear()
         elif not self._pending and not busy and (once or self._is_time(lower)):
             self._looked_at = time.monotonic()
-            self._pending.extend(self._available(lower, once))
-            if not self._pending and not self._stop.is_set():
+            self._pending.extend(self._retry(partial(self._source.available, lower)))
+            self._show(State.RUNNING)
+            if not self._pending:
                 self._observe_lag()
-        metrics.LAG_EPOCHS.labels(self.name).set(len(self._pending))
         return self._pending.popleft() if self._pending else None
 
     def _seconds_left(self) -> float:
@@ -571,25 +581,17 @@ class Pipeline:
     def _is_time(self, lower: Frontier) -> bool:
         return self._seconds_left() == 0.0 or self._source.backlog(lower)
 
-    def _available(self, lower: Frontier, once: bool) -> Sequence[Frontier]:
-        """What the source has; while it does not answer a running pipeline waits, stalled."""
-        if once:
-            return self._source.available(lower)
-        while not self._stop.is_set():
-            try:
-                found = self._source.available(lower)
-                self._show(State.RUNNING)
-                return found
-            except SourceUnavailable as error:
-                self.health.become(State.STALLED, error)
-                log.warning("%s", error, extra={"pipeline": self.name})
-                self._stop.wait(self._cadence.commit_interval)
-        return []
-
     def _show(self, state: State) -> None:
-        """Be in a state, or stalled while a part of the source cannot be read."""
-        trouble = self._source.trouble()
-        self.health.become(State.STALLED if trouble else state, trouble)
+        """Be in a state, or stalled while something is in trouble: a part of the source, too."""
+        self._stage = state
+        if trouble := self._source.trouble():
+            self._patience.tell(self._partial, trouble)
+        else:
+            self._patience.end(self._partial)
+        self._refresh()
+
+    def _refresh(self) -> None:
+        self.health.go_on(self._stage, self._patience.trouble)
 
     def _mint(self, lower: Frontier, upper: Frontier) -> Epoch:
         self._number += 1
@@ -616,7 +618,7 @@ class Pipeline:
             # Numbers that were given up while the epoch was committed are settled too.
             self._settled_number = max(self._settled_number, epoch.number)
             self._settled.notify_all()
-        self._losses = 0
+        self._patience.end(self._lost)
 
     def _heartbeat(self, epoch: Epoch, splits: Sequence[Part]) -> bool:
         """Publish a frontier without changes when it is due; False when it stays in memory.
@@ -629,18 +631,21 @@ class Pipeline:
         milestone = self._source.milestone(epoch)
         if not due and not milestone:
             return False
-        labels = self._source.summary(epoch)
         named = sorted({t for split in splits for t in split.tables} - self._left_alone)
-        if milestone and len(named) == 1 and self._sink.heartbeat(epoch, labels, named[0]):
+        if milestone and len(named) == 1 and self._publish_frontier(epoch, named[0]):
             return True
-        return self._sink.heartbeat(epoch, labels)
+        return self._publish_frontier(epoch)
+
+    def _publish_frontier(self, epoch: Epoch, table: str | None = None) -> bool:
+        labels = self._source.summary(epoch)
+        return self._retry(partial(self._sink.heartbeat, epoch, labels, table))
 
     def _last_heartbeat(self, lower: Frontier) -> None:
         """Publish at the end of a single run what it found: the next may be long in coming."""
         if not self._cadence.heartbeat_interval or lower == self._durable:
             return
         epoch = self._mint(self._durable, lower)
-        if self._sink.heartbeat(epoch, self._source.summary(epoch)):
+        if self._publish_frontier(epoch):
             self._durable = lower
             self._source.ack(lower)
 
@@ -690,6 +695,7 @@ class Pipeline:
                 writer=writer,
                 labels=self._source.summary(epoch),
                 emptied=emptied & set(tables),
+                changes=outcome.rows,
             )
         raise StaleWrite(epoch)
 
@@ -747,7 +753,7 @@ class Pipeline:
         """Commit what was written; files that a table no longer takes are written again."""
         for attempt in range(1, REWRITES_MAX):
             try:
-                results = self._sink.commit(written)
+                results = self._retry(partial(self._sink.commit, written))
                 break
             except StaleWrite as stale:
                 check(attempt + 1 < REWRITES_MAX, "a table's schema comes to rest")
@@ -759,29 +765,29 @@ class Pipeline:
         self.health.committed(epoch.number, position, results)
         log.info(
             "committed %s",
-            position,
+            brief(position),
             extra={
                 "pipeline": self.name,
                 "epoch": epoch.number,
                 "tables": len(results),
+                "changes": written.changes,
                 **describe(written.reports),
             },
         )
 
     def _retry(self, call: Callable[[], T]) -> T:
-        """Call again after passing trouble, within bounds, and show it as stalled meanwhile."""
-        for attempt in range(RETRIES_MAX):
-            try:
-                return call()
-            except SplitsLost:
-                raise
-            except (Retryable, CommitUnknown) as error:
-                if attempt + 1 == RETRIES_MAX or self._stop.is_set():
+        """Call again until trouble has passed; see `icestream.patience` for how long."""
+        trouble = Trouble()
+        try:
+            while True:
+                try:
+                    return call()
+                except SplitsLost:
                     raise
-                self.health.become(State.STALLED, error)
-                log.warning("trying again: %s", error, extra={"pipeline": self.name})
-                self._pause(attempt)
-        raise AssertionError("unreachable")
+                except (Retryable, CommitUnknown) as error:
+                    self._patience.wait(trouble, error)
+        finally:
+            self._patience.end(trouble)
 
     def _observe_freshness(self, epoch: Epoch) -> None:
         committed_at = self._source.committed_at(epoch)
@@ -797,6 +803,10 @@ class Pipeline:
         self._lag = self._source.lag_seconds(self._durable) or 0.0
         self._lag_known_at = time.monotonic()
 
+    def _epochs_behind(self) -> float:
+        """Epochs that wait, that are being written and the one that is being committed."""
+        return len(self._pending) + max(0, self._number - self._settled_number)
+
     def _lag_now(self) -> float:
         """The lag as it was last known, and the time that nothing has moved since.
 
@@ -806,12 +816,17 @@ class Pipeline:
         return self._lag + max(0.0, since - self._cadence.commit_interval)
 
 
+def brief(position: str) -> str:
+    """A position for people: of many parts, such as partitions, the first and how many follow."""
+    parts = position.split(", ")
+    if len(parts) <= POSITION_PARTS_SHOWN:
+        return position
+    shown = ", ".join(parts[:POSITION_PARTS_SHOWN])
+    return f"{shown}, and {len(parts) - POSITION_PARTS_SHOWN:,} more"
+
+
 class _GivenUp(Exception):
     """An epoch ends early: it was given up while it waited for those before it."""
-
-
-class _Stopped(Exception):
-    """A run ends early, in good order: it was asked to."""
 
 
 def _with_stored(part: Part, table: str, stored: pa.Table | None) -> Part:

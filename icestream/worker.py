@@ -665,7 +665,6 @@ def describe(reports: Sequence[str]) -> dict[str, int]:
     files = [json.loads(report) for report in reports]
     return {
         "files": len(files),
-        "rows": sum(file["record_count"] for file in files),
         "bytes": sum(file["size_bytes"] for file in files),
     }
 

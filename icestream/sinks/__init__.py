@@ -57,6 +57,7 @@ class Written:
 
     `labels` are the source's own entries for the summaries; `replaying` says that more epochs
     follow which only these tables lack.
+    `changes` are those that were read, as the source counts them: an update is one.
     `emptied` names tables whose rows all go before the epoch's files are added; they commit even
     without files, and count among the epoch's tables.
     """
@@ -67,6 +68,7 @@ class Written:
     labels: Mapping[str, str]
     replaying: bool = False
     emptied: frozenset[str] = frozenset()
+    changes: int = 0
 
 
 class Sink(Protocol):

@@ -5,14 +5,14 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from icestream import pipeline
+from icestream import patience
 from icestream.errors import CommitUnknown, TargetUnavailable
-from icestream.sinks.iceberg import commit
 from tests.faults.checking import exists, resolved
 from tests.faults.conftest import MakeShop
 from tests.faults.shop import Shop
 from tests.proxy import Proxy
-from tests.servers import S3Server
+from tests.running import running, wait_for_state
+from tests.servers import S3Server, wait_until
 
 COULD_NOT = 1
 OUTAGE_SECONDS = 15.0
@@ -71,8 +71,7 @@ def test_an_outage_of_the_catalog_while_a_table_is_prepared_is_bridged(
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Retries end after three tries: the bound is under test, and two minutes would be the same."""
     # The bound is what is under test; how high it lies is not.
-    monkeypatch.setattr(pipeline, "RETRIES_MAX", 3)
-    monkeypatch.setattr(commit, "ATTEMPTS_MAX", 3)
+    monkeypatch.setattr(patience, "TRIES_MAX", 3)
 
 
 def test_a_catalog_that_stays_away_ends_the_run_with_a_clear_error(
@@ -94,6 +93,36 @@ def test_a_catalog_that_stays_away_ends_the_run_with_a_clear_error(
     shop.proxy.up()
     shop.run()
     shop.assert_exact()
+
+
+def test_a_running_pipeline_waits_for_its_catalog_longer_than_any_bound(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """E13, Mend f2: stalled with the reason, told when it begins, again, and when it ends."""
+    # A bound of nothing: whoever kept to it would end at once.
+    monkeypatch.setattr(patience, "TRIES_MAX", 1)
+    monkeypatch.setattr(patience, "ONCE_SECONDS_MAX", 0.0)  # the same
+    monkeypatch.setattr(patience, "TOLD_AGAIN_SECONDS", 1.0)  # a test does not wait for a minute
+    caplog.set_level("INFO", "icestream")
+    shop.epochs(1)
+    shop.run()
+    shop.epochs(2)
+    shop.on_commit(
+        "orders",
+        2,
+        lambda: shop.proxy.on("POST", shop.commit_path()).call_before(shop.proxy.down),
+    )
+    pipeline = shop.pipeline()
+    with running(pipeline):
+        wait_for_state(pipeline, "stalled", "orders")
+        wait_until(lambda: "still stalled after" in caplog.text, 240, "the second telling")
+        assert pipeline.health.to_json()["state"] == "stalled"
+        shop.proxy.up()
+        wait_for_state(pipeline, "running")
+        wait_until(lambda: "goes on after" in caplog.text, 240, "the end to be told")
+    shop.run()
+    shop.assert_exact()
+    assert caplog.text.count(" stalled: ") == caplog.text.count(" goes on after ") > 0
 
 
 @pytest.mark.parametrize("what", ["/data/icestream/", "/metadata/.*[.]avro"])

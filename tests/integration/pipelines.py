@@ -12,11 +12,10 @@ import pytest
 import yaml
 from pyspark.sql import SparkSession
 
-from icestream import cli, pipeline
+from icestream import cli, patience
 from icestream import spark as sessions
 from icestream.config import open_pipeline, parse
 from icestream.pipeline import Pipeline
-from icestream.sinks.iceberg import commit
 
 _catalogs = itertools.count()
 
@@ -134,10 +133,9 @@ class _Kept:
 def give_up_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let retries end after the second try."""
     # Trouble in these tests never passes by itself: waiting for it would only cost time.
-    monkeypatch.setattr(pipeline, "RETRIES_MAX", 2)
-    monkeypatch.setattr(pipeline, "RETRY_SECONDS", 0.01)
-    monkeypatch.setattr(commit, "ATTEMPTS_MAX", 2)
-    monkeypatch.setattr(commit, "BACKOFF_SECONDS", 0.01)
+    monkeypatch.setattr(patience, "TRIES_MAX", 2)
+    monkeypatch.setattr(patience, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(patience, "RETRY_SECONDS_MAX", 0.2)  # for those that run without end
 
 
 def assert_refused(answer: Answer, code: int, *texts: str) -> None:

@@ -7,10 +7,9 @@ import pytest
 from pyiceberg.types import LongType, StringType
 from pyspark.sql import SparkSession
 
-from icestream import metrics
+from icestream import metrics, patience
 from icestream.errors import CommitConflict, ConfigInvalid, Fenced, ProgressLost, RolledBack
 from icestream.sinks import StaleWrite
-from icestream.sinks.iceberg import commit
 from tests.integration.hand_fed import HandFed, gone, put, shape
 from tests.lake import Lake
 from tests.proxy import Proxy
@@ -59,10 +58,10 @@ def shop(spark: SparkSession, rest: RestCatalog, lake: Lake, namespace: str) -> 
 
 
 @pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A refusal, a lost answer and a success make three attempts."""
     # The tests of this folder give up sooner than these faults pass.
-    monkeypatch.setattr(commit, "ATTEMPTS_MAX", 4)
+    monkeypatch.setattr(patience, "TRIES_MAX", 4)
 
 
 def everywhere(number: int, value: str) -> dict[str, list[object]]:

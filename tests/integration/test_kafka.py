@@ -17,12 +17,13 @@ import pytest
 from confluent_kafka import Consumer, TopicPartition
 from confluent_kafka.admin import AdminClient
 
-from icestream import failpoints
+from icestream import failpoints, patience
 from icestream.errors import (
     ConfigInvalid,
     DataRejected,
     HistoryLost,
     SchemaRejected,
+    SourceUnavailable,
     TargetUnavailable,
 )
 from icestream.frontier import Frontier
@@ -30,6 +31,7 @@ from icestream.pipeline import Pipeline
 from tests.integration.pipelines import Document, Shell, assert_refused
 from tests.integration.topics import NAMESPACE, PIPELINE, created, deleted, updated
 from tests.registry import StandInRegistry
+from tests.running import running, wait_for_state
 from tests.servers import wait_until
 
 DEBEZIUM = {"value": {"format": "json", "envelope": "debezium"}}
@@ -766,6 +768,32 @@ def test_avro_events_of_debezium_become_rows(topics):
     assert sorted(rows) == [0, 3, 4, 5, 7]
     assert rows[7] == {"id": 7, "price": Decimal("12.50"), "at": moment, "note": "x"}
     assert rows[0]["note"] is None
+
+
+def test_a_schema_registry_that_is_away_is_waited_for(topics):
+    """E13, Mend f2: while running without end; a single run ends with the reason."""
+    topics.create("orders")
+    schema = {"type": "record", "name": "R", "fields": [{"name": "id", "type": "long"}]}
+    with StandInRegistry() as registry:
+        number = registry.register("v", json.dumps(schema))
+        topics.send("orders", [(None, avro(schema, number, {"id": n})) for n in range(3)])
+        value = {"format": "avro", "envelope": "upsert", "key": ["id"]}
+        source = {"topics": ["orders"], "value": value, "schema_registry": {"url": registry.url}}
+        document = topics.document(source, commit_interval="PT0.2S")
+        registry.fail_with = 503
+        with pytest.raises(SourceUnavailable, match="schema registry") as ended:
+            topics.run(document)
+        assert ended.value.exit_code == 1
+        asked = len(registry.requests)
+        pipeline = topics.pipeline(document)
+        with running(pipeline):
+            wait_for_state(pipeline, "stalled", "schema registry")
+            tries = asked + 3 * patience.TRIES_MAX
+            wait_until(lambda: len(registry.requests) > tries, 240, "more tries than the bound")
+            registry.fail_with = None
+            wait_for_state(pipeline, "running")
+            wait_until(lambda: topics.epochs("orders"), 240, "the records")
+    assert [row["id"] for row in topics.rows("orders", "id")] == [0, 1, 2]
 
 
 def test_protobuf_records_are_upserted_by_text_keys(topics):

@@ -452,7 +452,8 @@ def test_a_node_that_restarts_in_mid_write_delays_it(
     node: OpenSearch, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """O11: kill -9 of the node, and what it acknowledged is there."""
-    # Long enough for the node to come back, and no longer.
+    # Long enough for the node to come back; a pipeline would wait in the worker's place.
+    monkeypatch.setattr(client, "RETRY_SECONDS_MAX", 120.0)
     monkeypatch.setattr(client, "BACKOFF_SECONDS", 0.25)
     sink = started(proxy, bulk_documents_max=100)
     send(sink, changes(["before"]))

@@ -3,6 +3,7 @@
 import logging
 import pickle
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from icestream import failpoints, pipeline
+from icestream import failpoints, patience, pipeline
 from icestream.change import AT, OP, Op
 from icestream.config import load, open_pipeline
 from icestream.errors import (
@@ -30,12 +31,15 @@ from tests.integration.pipelines import document as feed_document
 from tests.integration.searching import PIPELINE, TABLE, Search, sent, since
 from tests.lake import Lake
 from tests.proxy import Proxy
+from tests.running import running, wait_for_state
 from tests.servers import OpenSearch, wait_until
 
 OTHER = "shop.customers"
 FOLLOWING = 1
 LOADING = 0
 WAIT_SECONDS_MAX = 120.0
+# The worker waits for some seconds; a busy machine needs its time, too.
+TOLD_SECONDS_MAX = 40.0
 EXIT_CONFIG = 2
 EXIT_OPERATOR = 3
 EXIT_FENCED = 4
@@ -735,8 +739,9 @@ def test_a_node_that_is_away_for_a_while_gets_everything(
 ) -> None:
     """O11, O12: killed in the middle of a load and started again."""
     # Other tests want to see errors at once.
-    monkeypatch.setattr(pipeline, "RETRIES_MAX", 10)
-    monkeypatch.setattr(pipeline, "RETRY_SECONDS", 0.5)
+    monkeypatch.setattr(patience, "TRIES_MAX", 10)
+    monkeypatch.setattr(patience, "RETRY_SECONDS", 0.5)
+    monkeypatch.setattr(patience, "RETRY_SECONDS_MAX", 30.0)  # the same
     search.create()
     for number in range(3):
         search.insert(number, 10 + number)
@@ -752,6 +757,30 @@ def test_a_node_that_is_away_for_a_while_gets_everything(
     back.join()
     search.assert_equal()
     assert search.versions() == dict.fromkeys(search.expected(), search.sequence_number())
+
+
+def test_a_node_that_is_away_is_told_at_once_and_waited_for(
+    search: Search, proxy: Proxy, shell: Shell, caplog: pytest.LogCaptureFixture
+) -> None:
+    """E13, Mend f2, f4: stalled within seconds, in the log too; a single run ends with exit 1."""
+    search.create()
+    search.insert(1)
+    search.url, search.source["polling_interval"] = proxy.url, 0.2
+    running_pipeline = search.pipeline()
+    with running(running_pipeline):
+        wait_for(lambda: search.exists() and len(search.documents()) == 1)
+        proxy.down()
+        search.insert(2)
+        began = time.monotonic()
+        wait_for_state(running_pipeline, "stalled", "could not reach any host")
+        assert time.monotonic() - began < TOLD_SECONDS_MAX
+        assert "stalled: could not reach any host" in caplog.text
+        answer = shell("run", shell.write(search.document()), "--once")
+        assert_refused(answer, 1, "could not reach any host of OpenSearch")
+        proxy.up()
+        wait_for(lambda: len(search.documents()) == 2)
+        wait_for_state(running_pipeline, "running")
+    search.assert_equal()
 
 
 def wait_for(condition: Callable[[], bool]) -> None:

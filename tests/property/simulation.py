@@ -39,6 +39,7 @@ from typing import Any, TypeVar
 import pyarrow as pa
 from pyiceberg.types import LongType
 
+import icestream.patience
 import icestream.pipeline
 import icestream.sinks.iceberg
 import icestream.sinks.iceberg.commit
@@ -1018,9 +1019,8 @@ def in_process(rng: random.Random, stage: Stage, weather: Weather) -> Iterator[N
     changed: list[tuple[Any, str, Any]] = [
         (icestream.pipeline, "ThreadPoolExecutor", executor),
         (icestream.pipeline, "wait", partial(wait, stage)),
-        (icestream.pipeline, "RETRY_SECONDS", 0.0),
+        (icestream.patience, "RETRY_SECONDS", 0.0),
         (icestream.sinks.iceberg, "ThreadPoolExecutor", executor),
-        (commit, "BACKOFF_SECONDS", 0.0),
     ]
     modules = (icestream.pipeline, icestream.sinks.iceberg, commit)
     changed += [(m, "threading", threads) for m in modules if hasattr(m, "threading")]

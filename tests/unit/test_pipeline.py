@@ -11,10 +11,12 @@ import pytest
 from prometheus_client import REGISTRY
 from pyiceberg.types import LongType
 
+import icestream.patience
 import icestream.pipeline
 from icestream import dead_letters, metrics
 from icestream.epoch import Epoch, Progress, resume_point, table_id
 from icestream.errors import (
+    CommitUnknown,
     ConfigInvalid,
     Fenced,
     HistoryLost,
@@ -27,7 +29,7 @@ from icestream.frontier import START, Frontier
 from icestream.iceberg import progress as summaries
 from icestream.iceberg.catalog import TableName
 from icestream.iceberg.files import DATA, FileClosed
-from icestream.pipeline import Cadence, Pipeline, State, unclaimed
+from icestream.pipeline import Cadence, Pipeline, State, brief, unclaimed
 from icestream.schema import Column, SchemaGap, TableShape
 from icestream.sinks.iceberg import IcebergSink, IcebergSinkOptions
 from icestream.sources import (
@@ -54,9 +56,8 @@ EARLY_SECONDS = 0.5
 def no_pauses(monkeypatch):
     """Retries wait for trouble to pass, which here it does at once."""
     # How long a pause is changes nothing but the time that the test takes.
-    monkeypatch.setattr(icestream.pipeline, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(icestream.patience, "RETRY_SECONDS", 0.0)
     monkeypatch.setattr(icestream.pipeline, "BACKLOG_LOOK_SECONDS", 0.0)  # a pause as well
-    monkeypatch.setattr("icestream.sinks.iceberg.commit.BACKOFF_SECONDS", 0.0)
 
 
 @dataclass(frozen=True)
@@ -897,7 +898,7 @@ def test_a_single_run_ends_when_an_unfinished_epoch_cannot_be_read():
     scene.workers.troubles = [SplitsLost("gives nothing")] * 100
     with pytest.raises(SourceUnavailable, match=r"epoch 1 could not be .* gives nothing"):
         scene.run()
-    assert len(scene.workers.troubles) == 100 - icestream.pipeline.RETRIES_MAX
+    assert len(scene.workers.troubles) == 100 - icestream.pipeline.LOST_MAX
     scene.workers.troubles = []
     scene.run()
     assert (scene.positions("a"), scene.positions("b")) == ([0, 2], [1, 3])
@@ -1188,8 +1189,75 @@ def test_trouble_that_does_not_pass_ends_the_run():
     pipeline = scene.pipeline()
     with pytest.raises(TargetUnavailable):
         pipeline.run(once=True)
-    assert scene.notes.count("write 1") == icestream.pipeline.RETRIES_MAX
+    assert scene.notes.count("write 1") == icestream.patience.TRIES_MAX
     assert pipeline.health.to_json()["error"]["message"] == "no"
+
+
+@pytest.mark.parametrize("place", ["durable", "claim", "prepare", "writer", "commit", "heartbeat"])
+def test_a_running_pipeline_waits_without_end_for_its_destination(place):
+    """E13, Mend f2: whatever the destination is asked; stalled meanwhile, with the reason."""
+    scene = Scene("aa.", [2, 3])
+    sink = scene.sink()
+    pipeline = Pipeline(
+        "p",
+        scene.source,
+        sink,
+        Cadence(commit_interval=0.0, heartbeat_interval=1e-9),
+        scene.workers,
+    )
+    ask, shown = getattr(sink, place), []
+    troubles = iter(range(5 * icestream.patience.TRIES_MAX))
+
+    def away(*arguments: Any) -> Any:
+        if next(troubles, None) is not None:
+            raise (TargetUnavailable if len(shown) % 2 else CommitUnknown)("away")
+        shown.append(pipeline.health.to_json())
+        return ask(*arguments)
+
+    setattr(sink, place, away)
+    scene.source.on_empty = pipeline.stop
+    pipeline.run()
+    assert scene.positions("a") == [0, 1]
+    assert shown[0]["state"] == State.STALLED
+    assert shown[0]["error"]["message"] == "away"
+    assert pipeline.health.to_json() | {"tables": {}} == {
+        "state": State.ENDED,
+        "error": None,
+        "tables": {},
+    }
+
+
+def test_a_commit_that_is_waited_for_can_be_stopped(monkeypatch):
+    """U2, Mend f2: in good order; the next start finds out what became of it."""
+    # A pause that nobody would wait for.
+    monkeypatch.setattr(icestream.patience, "RETRY_SECONDS", 3600.0)
+    scene = Scene("aa", [2])
+    sink = scene.sink()
+    pipeline = Pipeline("p", scene.source, sink, Cadence(), scene.workers)
+
+    def away(written: Any) -> Any:
+        threading.Timer(0.1, pipeline.stop).start()
+        raise CommitUnknown("nobody knows")
+
+    # What a catalog that is away does.
+    monkeypatch.setattr(sink, "commit", away)
+    pipeline.run()
+    assert pipeline.health.to_json()["state"] == State.ENDED
+    scene.run()
+    assert scene.positions("a") == [0, 1]
+
+
+def test_a_single_run_waits_for_its_source_within_the_bound():
+    """E13, Mend f2: the same bound as for all else, and the reason at its end."""
+    scene = Scene("aa", [2])
+    scene.source.troubles = [SourceUnavailable("away")] * (icestream.patience.TRIES_MAX - 1)
+    scene.run()
+    assert scene.positions("a") == [0, 1]
+    scene = Scene("aa", [2])
+    scene.source.troubles = [SourceUnavailable("away")] * 100
+    with pytest.raises(SourceUnavailable, match="away"):
+        scene.run()
+    assert len(scene.source.troubles) == 100 - icestream.patience.TRIES_MAX
 
 
 def test_a_fenced_run_stops_and_says_so():
@@ -1246,6 +1314,21 @@ def test_the_lag_grows_while_nothing_moves():
     assert 1.5 <= seen[0] < seen[1] < seen[2]
 
 
+def test_the_epochs_that_are_behind_are_those_not_yet_committed():
+    """U5, Mend f5: epochs that are being written count; what is committed does not."""
+    scene = Scene("aaaaaaaa", [2, 4, 6, 8])
+    seen: list[float] = []
+
+    def behind(_: object = None) -> None:
+        labels = {"pipeline": "p"}
+        seen.append(REGISTRY.get_sample_value("icestream_lag_epochs", labels) or 0.0)
+
+    scene.workers.before = behind
+    scene.run(epochs_in_flight=1)
+    behind()
+    assert seen == [4, 3, 2, 1, 0]
+
+
 def test_the_lag_of_an_idle_pipeline_stays_what_the_source_says():
     """E13, Mend f1: while there is nothing to do, nothing has to move."""
     Scene("a", [1]).run(commit_interval=3600.0)
@@ -1287,6 +1370,22 @@ def test_a_running_pipeline_waits_for_its_source_and_is_stalled_meanwhile():
     assert states[1:3] == [(State.STALLED, "away"), (State.STALLED, "away")]
     assert states[3] == (State.RUNNING, None)
     assert scene.positions("a") == [0, 1]
+
+
+def test_a_line_of_the_log_is_short_and_counts_changes_as_the_source_does(caplog):
+    """U5, Mend f4: hundreds of partitions, and an update that is written as two rows."""
+    caplog.set_level("INFO", "icestream.pipeline")
+    scene = Scene("aaaa", [2, 4])
+    # What a topic of many partitions says.
+    scene.source.position = lambda at: ", ".join(f"orders/{n}@{10**9 + n}" for n in range(300))
+    scene.run()
+    lines = [r for r in caplog.records if r.getMessage().startswith(("committed", "resuming"))]
+    assert len(lines) == 3
+    assert max(len(line.getMessage()) for line in lines) < 250
+    assert lines[1].getMessage().startswith("committed orders/0@1000000000, orders/1@1000000001, ")
+    assert lines[1].getMessage().endswith(", and 292 more")
+    assert [line.changes for line in lines[1:]] == [2, 2]
+    assert brief("a/0@1, a/1@2") == "a/0@1, a/1@2"
 
 
 def test_health_tells_what_each_table_got():

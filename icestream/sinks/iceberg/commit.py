@@ -21,7 +21,6 @@ newer metadata that nobody checked.
 """
 
 import logging
-import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -49,11 +48,10 @@ K = TypeVar("K")
 V = TypeVar("V")
 R = TypeVar("R")
 
-# Half a second doubling to ten, twenty times: about three minutes of an unreachable or busy
-# catalog are bridged before an operator is asked.
-ATTEMPTS_MAX = 20
-BACKOFF_SECONDS = 0.5
-BACKOFF_SECONDS_MAX = 10.0
+# Conflicts are settled by trying again at once. A lost answer is looked up at once, too; a catalog
+# that is silent then is waited for by the pipeline, which calls again.
+CONFLICTS_MAX = 20
+SILENCES_MAX = 3
 
 
 class ClaimTable(Protocol):
@@ -131,13 +129,13 @@ def publish_epoch(table: CommitTable, commit: Commit) -> Committed:
     """Publish the epoch; when this returns it is durable exactly once.
 
     Raises `Fenced`, `ProgressLost`, `RolledBack` or `StaleWrite` with nothing published, and
-    `CommitUnknown` or `TargetUnavailable` when the catalog did not come back in time: a restart
-    finds out.
+    `CommitUnknown` or `TargetUnavailable` when the catalog does not answer: the same call, or a
+    restart, finds out.
     """
     started = time.monotonic()
     entries = _entries(commit)
-    attempted = False
-    for attempt in _attempts(commit.table):
+    attempted, attempts = False, _Attempts(commit.table)
+    while True:
         try:
             head = table.head(commit.new.pipeline, commit.branch)
             if _published(head, commit, attempted):
@@ -149,11 +147,10 @@ def publish_epoch(table: CommitTable, commit: Commit) -> Committed:
             return _committed(commit, snapshot_id, started)
         except CommitConflict as error:
             metrics.COMMIT_CONFLICTS.labels(commit.table).inc()
-            attempt.failed(error)
+            attempts.failed(error)
         except (CommitUnknown, TargetUnavailable) as error:
-            attempt.failed(error)
+            attempts.failed(error)
         attempted = True
-    raise attempt.last_error()
 
 
 def publish_together(
@@ -169,8 +166,8 @@ def publish_together(
     """
     started = time.monotonic()
     entries = {table: _entries(commit) for table, commit in commits.items()}
-    attempted = False
-    for attempt in _attempts(", ".join(sorted(commits))):
+    attempted, attempts = False, _Attempts(", ".join(sorted(commits)))
+    while True:
         try:
             heads = each(
                 commits,
@@ -197,11 +194,10 @@ def publish_together(
         except CommitConflict as error:
             for table in commits:
                 metrics.COMMIT_CONFLICTS.labels(table).inc()
-            attempt.failed(error)
+            attempts.failed(error)
         except (CommitUnknown, TargetUnavailable) as error:
-            attempt.failed(error)
+            attempts.failed(error)
         attempted = True
-    raise attempt.last_error()
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +220,8 @@ def publish_claim(table: ClaimTable, branch: str, claim: Progress, claim_id: str
 
     Raises `Fenced` when a run of the same or a newer generation was faster.
     """
-    for attempt in _attempts(str(table.name)):
+    attempts = _Attempts(str(table.name))
+    while True:
         try:
             head = table.head(claim.pipeline, branch)
             refuse_rollback(head, str(table.name), claim.pipeline)
@@ -239,8 +236,7 @@ def publish_claim(table: ClaimTable, branch: str, claim: Progress, claim_id: str
             table.publish(head, branch, [], entries)
             return mine
         except (CommitConflict, CommitUnknown, TargetUnavailable) as error:
-            attempt.failed(error)
-    raise attempt.last_error()
+            attempts.failed(error)
 
 
 def refuse_rollback(head: Head, table: str, pipeline: str) -> None:
@@ -365,30 +361,20 @@ def _duplicate(commit: Commit, head: Head, started: float) -> Committed:
     )
 
 
-class _Attempt:
-    """One try; waits before the next when it failed."""
+class _Attempts:
+    """Tries that failed; ends them when there were too many."""
 
-    def __init__(self, number: int, table: str):
-        self._number = number
+    def __init__(self, table: str):
         self._table = table
-        self._error: IcestreamError | None = None
+        self._conflicts = 0
+        self._silences = 0
 
     def failed(self, error: IcestreamError) -> None:
-        self._error = error
-        log.warning(
-            "commit attempt failed: %s (%s)",
-            error.message,
-            error.detail,
-            extra={"table": self._table, "attempt": self._number},
-        )
-        # Conflicts are settled by trying again at once; silence needs time.
-        if self._number + 1 < ATTEMPTS_MAX and not isinstance(error, CommitConflict):
-            pause = min(BACKOFF_SECONDS_MAX, BACKOFF_SECONDS * 2**self._number)
-            time.sleep(pause * random.uniform(0.5, 1.0))
-
-    def last_error(self) -> IcestreamError:
-        return self._error or CommitUnknown(f"could not commit to table {self._table}")
-
-
-def _attempts(table: str) -> Sequence[_Attempt]:
-    return [_Attempt(number, table) for number in range(ATTEMPTS_MAX)]
+        """Return for another try, or raise the error."""
+        conflict = isinstance(error, CommitConflict)
+        self._conflicts += conflict
+        self._silences += not conflict
+        over = self._conflicts >= CONFLICTS_MAX or self._silences >= SILENCES_MAX
+        log.debug("commit attempt failed: %s", error, extra={"table": self._table})
+        if over:
+            raise error

@@ -312,9 +312,15 @@ class _Sending:
 
     def _keep(self, failures: Sequence[Failure]) -> None:
         """Index refused changes as dead letters, each once however often it is refused."""
+        # All in the text: on a worker nobody has set up how fields are shown.
         log.warning(
-            "documents refused",
-            extra={"index": self._index, "count": len(failures), "kind": failures[0].kind},
+            "index %s refuses %d documents, the first for %s: %s; they are kept in index %s: look "
+            "there, and correct the mapping or the rows",
+            self._index,
+            len(failures),
+            failures[0].kind,
+            _QUOTED_VALUE.sub("", failures[0].reason),
+            dead_letters(self._index),
         )
         rows = pa.array([one.row for one in failures])
         changes = self._changes.take(rows).to_pylist()

@@ -37,10 +37,11 @@ from icestream.sinks.opensearch.signing import (
 CONNECT_SECONDS_MAX = 10.0
 # A node under load answers a bulk request late; OpenSearch itself gives up after a minute.
 READ_SECONDS_MAX = 90.0
-# Trouble that passes is bridged for about two minutes, then an operator is asked.
-RETRY_SECONDS_MAX = 120.0
+# A moment of trouble is bridged where it is met. What lasts is told, and waited for, by the
+# pipeline: a worker could not say that it waits, and would not hear that the run is stopped.
+RETRY_SECONDS_MAX = 5.0
 BACKOFF_SECONDS = 0.25
-BACKOFF_SECONDS_MAX = 15.0
+BACKOFF_SECONDS_MAX = 2.0
 REASON_CHARACTERS_MAX = 500
 # The coordinator prepares as many tables side by side.
 CONNECTIONS_KEPT = 8
@@ -97,7 +98,7 @@ def _error(body: Any) -> tuple[str, str]:
 
 
 class Patience:
-    """Waits longer and longer between tries, and gives up when nothing went on for too long."""
+    """Waits a moment between tries, and gives up when nothing has gone on for some seconds."""
 
     def __init__(self) -> None:
         self.tries = 0

@@ -260,13 +260,18 @@ def test_a_document_that_is_too_large_by_itself_is_refused_alone():
 
 
 @pytest.mark.parametrize("id_", ["x" * 513, "ü" * 257, ""], ids=["long", "wide", "empty"])
-def test_an_id_that_would_spoil_its_request_is_not_sent(id_):
-    """E10: OpenSearch refuses a whole request because of one such id."""
+def test_an_id_that_would_spoil_its_request_is_not_sent(id_, caplog):
+    """E10, Mend f4: a whole request would be refused for it; the log says what became of it."""
     with StandIn() as stand_in:
         with pytest.raises(DataRejected, match="illegal_id"):
             write(stand_in, changes(["a", id_, "c"]))
         report = write(stand_in, changes(["a", id_, "c"]), on_error="dead_letter")
     letters, documents = stand_in.asked
+    assert caplog.messages == [
+        "index orders refuses 1 documents, the first for illegal_id: the id is empty or longer than"
+        " 512 bytes; they are kept in index orders__dead_letters: look there, and correct the "
+        "mapping or the rows"
+    ]
     assert documents.ids() == ["a", "c"]
     assert letters.path.startswith("/orders__dead_letters/_bulk")
     letter = letters.lines()[1]

@@ -1,0 +1,122 @@
+"""How passing trouble is waited out: one rule for every part of a pipeline.
+
+A part that is away (source, registry, catalog, storage, OpenSearch) is asked again, at intervals
+that grow from half a second to half a minute. A running pipeline does so without end; a single run
+(`--once`) gives up after `TRIES_MAX` tries in a row, or after `ONCE_SECONDS_MAX`, whichever is
+first. What an operator must decide is no passing trouble and never comes here.
+
+Trouble is told in the log when it begins, again at growing intervals, and when it ends. While there
+is any the pipeline is stalled. A run that is stopped does not wait to the end of a pause.
+"""
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from icestream.errors import IcestreamError
+
+log = logging.getLogger(__name__)
+
+RETRY_SECONDS = 0.5
+RETRY_SECONDS_MAX = 30.0
+DOUBLINGS_MAX = 16
+# With the pauses above these tries take about two minutes, if each fails at once.
+TRIES_MAX = 10
+ONCE_SECONDS_MAX = 120.0
+# Who reads the log later sees that it lasts; who watches it is not flooded.
+TOLD_AGAIN_SECONDS = 60.0
+TOLD_AGAIN_SECONDS_MAX = 3600.0
+
+
+class Stopped(Exception):
+    """A run ends early, in good order: it was asked to."""
+
+
+@dataclass(eq=False, slots=True)
+class Trouble:
+    """One stretch of passing trouble, from the first failure until something succeeds."""
+
+    tries: int = 0
+    began_at: float = 0.0
+    tell_at: float = 0.0
+    error: IcestreamError | None = None
+    given_up: bool = False
+
+
+class Patience:
+    """Waits for trouble to pass and tells of it; safe between threads.
+
+    `changed` is called when trouble begins or ends; `bounded` is true for a single run.
+    """
+
+    def __init__(
+        self,
+        pipeline: str,
+        stop: threading.Event,
+        changed: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.bounded = True
+        self._fields = {"pipeline": pipeline}
+        self._stop = stop
+        self._changed = changed
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._open: list[Trouble] = []
+
+    def trouble(self) -> IcestreamError | None:
+        """The trouble that was met last and has not passed."""
+        with self._lock:
+            return self._open[-1].error if self._open else None
+
+    def wait(self, trouble: Trouble, error: IcestreamError) -> None:
+        """Pause before the next try.
+
+        Raises the error when a single run has tried enough, and `Stopped` in a run that is stopped.
+        """
+        if self._stop.is_set():
+            raise self._given_up(trouble) from error
+        self.tell(trouble, error)
+        trouble.tries += 1
+        since = self._clock() - trouble.began_at
+        if self.bounded and (trouble.tries >= TRIES_MAX or since >= ONCE_SECONDS_MAX):
+            trouble.given_up = True
+            raise error
+        # Several pipelines that lost the same server do not come back in the same moment.
+        pause = min(RETRY_SECONDS_MAX, RETRY_SECONDS * 2 ** min(trouble.tries - 1, DOUBLINGS_MAX))
+        if self._stop.wait(pause * random.uniform(0.5, 1.0)):
+            raise self._given_up(trouble) from error
+
+    def tell(self, trouble: Trouble, error: IcestreamError) -> None:
+        """Show trouble, and log it unless that was done a short while ago."""
+        now = self._clock()
+        if trouble.error is None:
+            trouble.began_at = now
+            trouble.tell_at = now + TOLD_AGAIN_SECONDS
+            log.warning("stalled: %s", error, extra=self._fields)
+        elif now >= trouble.tell_at:
+            lasts = now - trouble.began_at
+            trouble.tell_at = now + min(lasts, TOLD_AGAIN_SECONDS_MAX)
+            log.warning("still stalled after %.0f s: %s", lasts, error, extra=self._fields)
+        with self._lock:
+            trouble.error = error
+            self._open = [*(each for each in self._open if each is not trouble), trouble]
+        self._changed()
+
+    def end(self, trouble: Trouble) -> None:
+        """The trouble has passed, if there was any and it was not given up."""
+        if trouble.error is None or trouble.given_up:
+            return
+        lasted, message = self._clock() - trouble.began_at, trouble.error.message
+        with self._lock:
+            self._open = [each for each in self._open if each is not trouble]
+            trouble.error, trouble.tries = None, 0
+        log.info("goes on after %.1f s: %s", lasted, message, extra=self._fields)
+        self._changed()
+
+    def _given_up(self, trouble: Trouble) -> Stopped:
+        trouble.given_up = True
+        return Stopped()

@@ -1,0 +1,111 @@
+"""Passing trouble is waited out by one rule, told of sparingly, and never hides a stop."""
+
+import threading
+import time
+
+import pytest
+
+from icestream import patience
+from icestream.errors import SourceUnavailable, TargetUnavailable
+from icestream.patience import Patience, Stopped, Trouble
+
+AWAY = TargetUnavailable("the catalog is away", hint="Look there.")
+
+
+class Clock:
+    """Time that passes only in pauses, and an event that is never set but by hand."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.pauses: list[float] = []
+        self.stopped = False
+
+    def __call__(self) -> float:
+        return self.now
+
+    def is_set(self) -> bool:
+        return self.stopped
+
+    def wait(self, seconds: float) -> bool:
+        self.now += seconds
+        self.pauses.append(seconds)
+        return self.stopped
+
+
+def patient(clock: Clock, bounded: bool = False) -> Patience:
+    found = Patience("p", clock, lambda: None, clock)
+    found.bounded = bounded
+    return found
+
+
+def test_a_running_pipeline_waits_without_end_at_growing_intervals():
+    """E13, Mend f2: half a second at first, half a minute at most."""
+    clock, trouble = Clock(), Trouble()
+    waiting = patient(clock)
+    for _ in range(500):
+        waiting.wait(trouble, AWAY)
+    assert clock.pauses[0] <= 0.5
+    assert 15.0 <= min(clock.pauses[10:]) <= max(clock.pauses) <= 30.0
+
+
+def test_a_single_run_gives_up_after_the_bound():
+    """E13, Mend f2: the one bound, two minutes or so many tries; the error is the last one met."""
+    clock, trouble = Clock(), Trouble()
+    waiting = patient(clock, bounded=True)
+    with pytest.raises(TargetUnavailable, match="is away"):
+        for _ in range(500):
+            waiting.wait(trouble, AWAY)
+    assert 60.0 <= clock.now - 1000.0 <= patience.ONCE_SECONDS_MAX
+    # Tries that take long themselves count by their time.
+    clock, trouble = Clock(), Trouble()
+    waiting = patient(clock, bounded=True)
+    waiting.wait(trouble, AWAY)
+    clock.now += patience.ONCE_SECONDS_MAX
+    with pytest.raises(TargetUnavailable):
+        waiting.wait(trouble, AWAY)
+
+
+def test_trouble_is_told_when_it_begins_again_less_and_less_often_and_when_it_ends(caplog):
+    """E13, Mend f2, f4: with the reason; a day of it is some lines."""
+    caplog.set_level("INFO", "icestream.patience")
+    clock, trouble = Clock(), Trouble()
+    waiting = patient(clock)
+    while clock.now < 1000.0 + 86_400:
+        waiting.wait(trouble, AWAY)
+    waiting.end(trouble)
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines[0] == "stalled: the catalog is away\nhint: Look there."
+    assert lines[1].startswith("still stalled after ")
+    assert "the catalog is away" in lines[1]
+    assert 20 <= len(lines) <= 35
+    assert lines[-1].startswith("goes on after 864")
+    assert lines[-1].endswith("s: the catalog is away")
+
+
+def test_one_trouble_that_ends_does_not_hide_another():
+    """E13, Mend f2: health is never better than the truth."""
+    waiting = patient(Clock())
+    source, target = Trouble(), Trouble()
+    waiting.tell(source, SourceUnavailable("the source is away"))
+    waiting.tell(target, AWAY)
+    assert waiting.trouble() is AWAY
+    waiting.end(target)
+    assert str(waiting.trouble()) == "the source is away"
+    waiting.end(source)
+    assert waiting.trouble() is None
+
+
+def test_a_run_that_is_stopped_does_not_wait_to_the_end_of_a_pause(monkeypatch):
+    """U2, Mend f2: a stop is quick however long the trouble lasts."""
+    # A pause that nobody would wait for.
+    monkeypatch.setattr(patience, "RETRY_SECONDS", 3600.0)
+    monkeypatch.setattr(patience, "RETRY_SECONDS_MAX", 3600.0)  # the same
+    stop = threading.Event()
+    waiting = Patience("p", stop, lambda: None)
+    threading.Timer(0.1, stop.set).start()
+    began = time.monotonic()
+    with pytest.raises(Stopped):
+        waiting.wait(Trouble(), AWAY)
+    assert time.monotonic() - began < 60
+    with pytest.raises(Stopped):
+        waiting.wait(Trouble(), AWAY)
