@@ -1,7 +1,9 @@
 """The command line: run, check, status, changes, rollback, replay, demo.
 
 Data goes to stdout, talk to stderr. Exit codes: 0 done, 1 could not (may succeed later), 2 the
-configuration is wrong, 3 an operator must decide, 4 fenced by a newer run, 5 an invariant broke.
+configuration is wrong, 3 an operator must decide, 4 fenced by a newer run, 5 an invariant broke;
+130 interrupted (143 by SIGTERM) before the work was done. A `run` without end is done when it is
+stopped, and ends with 0. Of several pipelines that failed the highest code counts.
 """
 
 import argparse
@@ -32,7 +34,7 @@ from icestream.epoch import resume_point
 from icestream.errors import ConfigInvalid, IcestreamError
 from icestream.iceberg.catalog import Table, catalog_properties
 from icestream.iceberg.snapshots import History
-from icestream.pipeline import Pipeline, unclaimed
+from icestream.pipeline import Pipeline, brief, unclaimed
 from icestream.sinks.iceberg import IcebergSink
 from icestream.sinks.opensearch import OpenSearchOptions
 from icestream.sources import LettersTried
@@ -46,6 +48,8 @@ from icestream.worker import events_as_json
 log = logging.getLogger(__name__)
 
 EXIT_BROKEN = 5
+# As shells count: 128 and the signal's number.
+EXIT_SIGNAL = 128
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -59,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _show_error(error, options.json)
         return error.exit_code
     except KeyboardInterrupt:
-        return 0
+        return EXIT_SIGNAL + signal.SIGINT
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -74,7 +78,11 @@ def _parser() -> argparse.ArgumentParser:
         "--pipeline", action="append", default=[], metavar="NAME", help="only this pipeline"
     )
     run = commands.add_parser("run", parents=[with_file], help="run pipelines")
-    run.add_argument("--once", action="store_true", help="take what is there, then end")
+    run.add_argument(
+        "--once",
+        action="store_true",
+        help="take what is there, then end; a server that is away is waited for about two minutes",
+    )
     run.add_argument(
         "--listen",
         metavar="HOST:PORT",
@@ -167,7 +175,7 @@ def _run(options: argparse.Namespace) -> int:
     try:
         pipelines = [open_pipeline(pipeline, spark) for pipeline in chosen]
         server = _serve(options.listen, pipelines)
-        _stop_on_signals(pipelines)
+        received = _stop_on_signals(pipelines)
         errors = _run_all(pipelines, options.once)
         if server:
             server.close()
@@ -177,7 +185,7 @@ def _run(options: argparse.Namespace) -> int:
         for error in errors[1:]:
             _show_error(error, options.json)
         raise errors[0]
-    return 0
+    return EXIT_SIGNAL + received[0] if options.once and received else 0
 
 
 def _run_all(pipelines: Sequence[Pipeline], once: bool) -> list[IcestreamError]:
@@ -217,38 +225,49 @@ def _serve(listen: str, pipelines: Sequence[Pipeline]) -> StatusServer | None:
     return server
 
 
-def _stop_on_signals(pipelines: Sequence[Pipeline]) -> None:
+def _stop_on_signals(pipelines: Sequence[Pipeline]) -> list[int]:
+    """Let signals stop the pipelines; the list has those that came."""
+    received: list[int] = []
+
     def stop(number: int, frame: Any) -> None:
+        received.append(number)
         log.info("stopping after the current epoch")
         for pipeline in pipelines:
             pipeline.stop()
 
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
+    return received
 
 
 def _check(options: argparse.Namespace) -> int:
     config = load(options.file)
     chosen = config.pick(options.pipeline)
+    found, faults = [], []
     spark = open_session(config, chosen)
     try:
-        found = [_check_one(pipeline, spark) for pipeline in chosen]
+        for pipeline in chosen:
+            try:
+                found.append(_check_one(pipeline, spark))
+            except IcestreamError as error:
+                faults.append(error)
+                _show_error(error, options.json, pipeline.name)
     finally:
         spark.stop()
     _print(found, options.json, lambda row: f"{row['pipeline']}: ok, tables {row['tables']}")
-    return 0
+    return max((error.exit_code for error in faults), default=0)
 
 
 def _check_one(pipeline: PipelineConfig, spark: Any) -> dict[str, Any]:
-    source, sink = open_source(pipeline, spark), open_sink(pipeline, spark)
+    sink = open_sink(pipeline, spark)
     if pipeline.transform:
         Selects(spark, pipeline.transform)
-    tables = list(source.tables())
-    progress = sink.durable(tables)
-    resume = resume_point(progress)
-    source.unclaimed(unclaimed(tables, progress, resume))
-    source.verify(resume.at)
-    source.close()
+    with contextlib.closing(open_source(pipeline, spark)) as source:
+        tables = list(source.tables())
+        progress = sink.durable(tables)
+        resume = resume_point(progress)
+        source.unclaimed(unclaimed(tables, progress, resume))
+        source.verify(resume.at)
     return {"pipeline": pipeline.name, "tables": tables, "existing": sorted(progress)}
 
 
@@ -268,7 +287,7 @@ def _status_line(row: dict[str, Any]) -> str:
     # An index has no snapshots.
     snapshot = f"snapshot {row['snapshot_id']}  " if row["snapshot_id"] else ""
     return (
-        f"{row['pipeline']}  {row['table']}  epoch {row['epoch']}  at {row['position']}  "
+        f"{row['pipeline']}  {row['table']}  epoch {row['epoch']}  at {brief(row['position'])}  "
         f"{snapshot}committed {row['committed_at']}  {row['state']}"
     )
 
@@ -402,8 +421,10 @@ def _print(
         sys.stdout.write((json.dumps(row) if as_json else line(row)) + "\n")
 
 
-def _show_error(error: IcestreamError, as_json: bool) -> None:
-    text = json.dumps(error.to_json()) if as_json else f"icestream: {error}"
+def _show_error(error: IcestreamError, as_json: bool, pipeline: str = "") -> None:
+    named = {"pipeline": pipeline} if pipeline else {}
+    of = f"pipeline {pipeline}: " if pipeline else ""
+    text = json.dumps({**named, **error.to_json()}) if as_json else f"icestream: {of}{error}"
     sys.stderr.write(text + "\n")
 
 

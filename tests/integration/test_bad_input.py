@@ -153,6 +153,26 @@ def test_a_damaged_file_stops_the_pipeline_before_anything_of_its_epoch_is_commi
     assert_equal(local, "shop.orders", feed)
 
 
+def test_a_file_that_is_damaged_after_its_rows_were_committed_is_told_truly(
+    shell: Shell, local: Lake, embedded: dict[str, str], tmp_path: Path
+) -> None:
+    """C1, E7, Mend f3: its rows are in the table, and nobody says that they are not."""
+    feed = RandomFeed.create(tmp_path / "feed", 25)
+    feed.epoch(5)
+    pipelines = document(feed.folder.path, embedded)
+    assert shell.run(pipelines).code == 0
+    damaged = max(feed.folder.path.rglob("*.ndjson"))
+    whole = damaged.read_bytes()
+    damaged.write_bytes(whole[:-10])
+    feed.epoch(5)
+    answer = shell.run(pipelines)
+    assert_refused(answer, OPERATOR, "is damaged", damaged.name, "What is committed stays")
+    assert "othing of its epoch" not in answer.err
+    damaged.write_bytes(whole)
+    assert shell.run(pipelines).code == 0
+    assert_equal(local, "shop.orders", feed)
+
+
 def test_a_cut_parquet_file_stops_the_pipeline_until_it_is_whole(
     shell: Shell, local: Lake, embedded: dict[str, str], tmp_path: Path
 ) -> None:

@@ -2,11 +2,15 @@
 
 import json
 import logging
+import os
+import signal
+import threading
 
 import pytest
 
+from icestream import cli
 from icestream.cli import _run_all, main
-from icestream.errors import HistoryLost
+from icestream.errors import HistoryLost, SourceUnavailable
 
 
 @pytest.fixture(autouse=True)
@@ -79,3 +83,99 @@ def test_a_pipeline_that_stops_beside_others_says_why_at_once(caplog):
     """E13, Mend f1: the others may run for years before the command ends and shows its error."""
     assert [error.message for error in _run_all([Stopping()], once=False)]
     assert "pipeline orders stopped: what was there is gone" in caplog.text
+
+
+SPARED = """
+{name}:
+  source: {{postgres: {{dsn: "postgresql://nobody@127.0.0.1:1/{name}", tables: [t]}}}}
+  sink: {{iceberg: {{}}}}
+"""
+
+
+class NoSession:
+    """No pipeline that is checked here comes as far as to need one."""
+
+    def stop(self) -> None:
+        """Nothing was started."""
+
+
+def test_check_goes_on_after_a_faulty_pipeline_and_lists_all_faults(tmp_path, capsys, monkeypatch):
+    """U2, Mend f3: each with its pipeline's name; the worst code counts."""
+    path = tmp_path / "pipelines.yaml"
+    path.write_text("".join(SPARED.format(name=name) for name in ("one", "two", "three")))
+    faults = {"one": SourceUnavailable("is away"), "two": HistoryLost("is lost", hint="Look.")}
+
+    def check_one(pipeline, spark):
+        if pipeline.name in faults:
+            raise faults[pipeline.name]
+        return {"pipeline": pipeline.name, "tables": ["t"], "existing": []}
+
+    # Which faults there are is for other tests to find; here they are told.
+    monkeypatch.setattr(cli, "_check_one", check_one)
+    monkeypatch.setattr(cli, "open_session", lambda *_: NoSession())  # Spark takes seconds
+    assert main(["check", str(path)]) == HistoryLost.exit_code
+    output = capsys.readouterr()
+    assert output.out == "three: ok, tables ['t']\n"
+    assert output.err.splitlines() == [
+        "icestream: pipeline one: is away",
+        "icestream: pipeline two: is lost",
+        "hint: Look.",
+    ]
+    assert main(["check", str(path), "--json"]) == HistoryLost.exit_code
+    told = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert [(each["pipeline"], each["message"]) for each in told] == [
+        ("one", "is away"),
+        ("two", "is lost"),
+    ]
+    assert main(["check", str(path), "--pipeline", "three"]) == 0
+
+
+@pytest.mark.parametrize("command", ["check", "status", "replay", "changes", "rollback", "run"])
+def test_an_interrupted_command_does_not_end_as_if_it_were_done(command, monkeypatch):
+    """U2, Mend f3: 130, as a shell expects after Ctrl-C."""
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    # Where the interrupt comes does not matter.
+    monkeypatch.setattr(cli, "load", interrupted)
+    more = {"rollback": ["--table", "t", "--accept"], "changes": ["--file", "f"]}
+    assert main([command, "f", *more.get(command, [])]) == 128 + signal.SIGINT
+
+
+class Interrupted:
+    """A pipeline that works until a signal comes."""
+
+    name = "orders"
+
+    def __init__(self, number: int):
+        self._number = number
+        self._stopped = threading.Event()
+
+    def run(self, once: bool) -> None:
+        os.kill(os.getpid(), self._number)
+        assert self._stopped.wait(60)
+
+    def stop(self) -> None:
+        """As a pipeline is stopped."""
+        self._stopped.set()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("once", [False, True])
+def test_a_single_run_that_was_cut_does_not_end_as_if_it_were_done(
+    number, once, tmp_path, monkeypatch
+):
+    """U2, Mend f3: what was to be copied is not; a run without end has done all when stopped."""
+    path = tmp_path / "pipelines.yaml"
+    path.write_text(SPARED.format(name="orders"))
+    # What the pipeline does does not matter, but that it is stopped.
+    monkeypatch.setattr(cli, "open_pipeline", lambda *_: Interrupted(number))
+    monkeypatch.setattr(cli, "open_session", lambda *_: NoSession())  # Spark takes seconds
+    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        code = main(["run", str(path), *(["--once"] if once else [])])
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+    assert code == (128 + number if once else 0)

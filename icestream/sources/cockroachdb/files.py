@@ -186,7 +186,10 @@ class FeedFile:
         return DataRejected(
             f"file {self.path} of the changefeed is damaged",
             detail=what,
-            hint="Nothing of its epoch was committed. Restore the file and start again.",
+            # It may be needed although its rows are in the lake: a new table is made from it.
+            hint="What is committed stays, and nothing more is until the file can be read. Restore "
+            "it and start again. If `icestream status` shows a later time, it may be one that the "
+            "guide's rule on removing files lets you remove.",
         )
 
 
