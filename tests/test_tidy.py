@@ -31,6 +31,7 @@ LAYERS = (
     ("change", "schema"),
     ("frontier",),
     ("java",),
+    ("patience",),
     ("errors",),
     ("metrics", "failpoints"),
 )
@@ -385,3 +386,37 @@ def test_what_a_test_changes_in_the_program_has_its_reason_beside_it():
                 continue
             above = line.strip()
     assert wrong == []
+
+
+def promises() -> list[tuple[str, str, str]]:
+    """The page, promise and test cell of each row in the list of promises."""
+    found, page = [], ""
+    for line in (ROOT / "docs/promises.md").read_text().splitlines():
+        if line.startswith("Said in ["):
+            page = line.partition("(")[2].partition(")")[0]
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if line.startswith("| ") and cells[0] != "promise":
+            found.append((page, cells[0], cells[1]))
+    return found
+
+
+def test_every_promise_names_tests_that_exist():
+    """U9, Mend: a test that was renamed or removed leaves its promise without one."""
+    wrong = []
+    for _, promise, cell in promises():
+        named = re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", cell)
+        if not named and not cell.startswith("not tested: "):
+            wrong.append(f"{promise}: neither a test nor why there is none")
+        for file, test in named:
+            path = ROOT / file
+            there = path.is_file() and test in {each.name for each in functions(path)}
+            wrong += [] if there else [f"{promise}: {file}::{test}"]
+    assert wrong == []
+
+
+def test_every_page_that_promises_something_is_in_the_list_of_promises():
+    """U9, Mend: README and all guides, each promise once."""
+    pages = {(ROOT / "docs" / page).resolve() for page, _, _ in promises()}
+    assert pages == {ROOT / "README.md", *(ROOT / "docs/guides").glob("*.md")}
+    said = [(page, promise) for page, promise, _ in promises()]
+    assert len(said) == len(set(said)) > 100
