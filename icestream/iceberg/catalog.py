@@ -318,6 +318,7 @@ class Table:
     def __init__(self, jvm: Any, name: TableName, table: Any):
         self._jvm = jvm
         self._table = table
+        self._views: dict[tuple[int, int, str], Any] = {}
         self.name = name
 
     @property
@@ -797,23 +798,30 @@ class Table:
         `without_lineage` makes one of a format version that knows no row ids; None when that
         version does not know all the columns' types either.
         """
-        iceberg = self._jvm.org.apache.iceberg
-        fields = self._renamed_fields(self._table.schemas().get(schema_id), optional=True)
         metadata = self._table.operations().current()
         version = VERSION_WITHOUT_LINEAGE if without_lineage else metadata.formatVersion()
+        made_of = (schema_id, version, metadata.location())
+        if made_of not in self._views:
+            self._views[made_of] = self._view(metadata, *made_of)
+        return self._views[made_of]
+
+    def _view(self, metadata: Any, schema_id: int, version: int, location: str) -> Any:
+        """See `viewed`; None when the format version does not know the type of a column."""
+        iceberg = self._jvm.org.apache.iceberg
+        fields = self._renamed_fields(self._table.schemas().get(schema_id), optional=True)
         try:
             with _as_py4j():
                 new = (
                     iceberg.TableMetadata.buildFromEmpty(version)
                     .assignUUID()
-                    .setLocation(metadata.location())
+                    .setLocation(location)
                     .setCurrentSchema(iceberg.Schema(fields), metadata.lastColumnId())
                     .setDefaultPartitionSpec(iceberg.PartitionSpec.unpartitioned())
                     .setDefaultSortOrder(iceberg.SortOrder.unsorted())
                     .build()
                 )
         except Py4JJavaError:
-            if without_lineage:
+            if version < metadata.formatVersion():
                 return None
             raise
         return iceberg.BaseTable(

@@ -131,9 +131,33 @@ class Picks:
             return None
         return list(zip(places, map(int, counts), strict=True))
 
-    def _told(self, tasks: Any, handle: Any) -> list[str]:
-        """What a method says of each task, as text."""
-        answers = self._guava.collect.Iterables.transform(tasks, self._function(handle))
+    def snapshots(self, snapshots: Any) -> list[tuple[str | None, ...]]:
+        """What each snapshot tells of itself; each thing is asked of all of them at once.
+
+        In this order: id, parent's id, sequence number, operation, time in milliseconds, schema's
+        id, first row id.
+        """
+        kind = self._class("org.apache.iceberg.Snapshot")
+        long, boxed = self._primitive("Long"), self._class("java.lang.Long")
+        asked = {
+            "snapshotId": long,
+            "parentId": boxed,
+            "sequenceNumber": long,
+            "operation": self._class("java.lang.String"),
+            "timestampMillis": long,
+            "schemaId": self._class("java.lang.Integer"),
+            "firstRowId": boxed,
+        }
+        told = [
+            self._told(snapshots, self._method(kind, name, result))
+            for name, result in asked.items()
+        ]
+        rows = zip(*told, strict=True)
+        return [tuple(None if text == _NOTHING else text for text in row) for row in rows]
+
+    def _told(self, items: Any, handle: Any) -> list[str]:
+        """What a method says of each item, as text."""
+        answers = self._guava.collect.Iterables.transform(items, self._function(handle))
         text = str(self._guava.base.Joiner.on("\n").useForNull(_NOTHING).join(answers))
         return text.split("\n") if text else []
 

@@ -8,7 +8,7 @@ which of them are deleted (`FILE` and the names below it).
 
 import json
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -96,6 +96,8 @@ class History:
         self._fresh_metadata = table.fresh_metadata
         self._picks = Picks(table.jvm)
         self._unavailable = f"could not read the history of table {table.name}"
+        self._listed: Mapping[int, Snapshot] = {}
+        self._listed_from: str | None = None
         self.name = str(table.name)
         with as_unavailable(self._unavailable):
             metadata = self._table.operations().current()
@@ -117,12 +119,12 @@ class History:
         """The branch's newest snapshot, by fresh metadata; None when there is none."""
         with as_unavailable(self._unavailable):
             reference = self._metadata().ref(branch)
-            return self._snapshot(reference.snapshotId()) if reference else None
+            return self._known().get(reference.snapshotId()) if reference else None
 
     def snapshot(self, snapshot_id: int) -> Snapshot | None:
         """The snapshot of this id; None when the table has none."""
         with as_unavailable(self._unavailable):
-            return self._snapshot(snapshot_id)
+            return self._known().get(snapshot_id)
 
     def at(self, branch: str, sequence_number: int) -> Snapshot:
         """The snapshot of the branch that bears a sequence number; raises as `since` does."""
@@ -138,6 +140,25 @@ class History:
         if sequence_number is None:
             return self._from_first(branch)
         return self._back_to(branch, sequence_number)[1:]
+
+    def path(
+        self, branch: str, start: int | None, end: int
+    ) -> tuple[Snapshot | None, list[Snapshot]]:
+        """The snapshot with sequence number `start`, and those after it up to number `end`.
+
+        They are of the branch, oldest first. None for `start` stands before the first. Raises as
+        `since` does.
+        """
+        if start is None:
+            older, newer = None, self._from_first(branch)
+        else:
+            older, *newer = self._back_to(branch, start)
+        found = [each for each in newer if each.sequence_number <= end]
+        if not found or found[-1].sequence_number != end:
+            # The branch went elsewhere, which this raises, unless it has just come back.
+            self.at(branch, end)
+            return self.path(branch, start, end)
+        return older, found
 
     def between(self, start: int | None, end: int) -> list[Snapshot]:
         """The snapshots after `start` up to `end`, oldest first; None begins with the first.
@@ -316,34 +337,32 @@ class History:
     def _metadata_snapshot(self, snapshot_id: int) -> Any:
         return self._table.operations().current().snapshot(snapshot_id)
 
-    def _snapshot(self, snapshot_id: int) -> Snapshot | None:
-        java = self._metadata_snapshot(snapshot_id)
-        if java is None:
-            return None
-        parent, schema = java.parentId(), java.schemaId()
-        return Snapshot(
-            id=int(java.snapshotId()),
-            parent_id=int(parent) if parent is not None else None,
-            sequence_number=int(java.sequenceNumber()),
-            operation=str(java.operation()),
-            time_ms=int(java.timestampMillis()),
-            schema_id=int(schema) if schema is not None else self._table.schema().schemaId(),
-            has_row_ids=java.firstRowId() is not None,
-        )
+    def _known(self) -> Mapping[int, Snapshot]:
+        """All snapshots of the metadata that was read last, by id; each metadata is listed once."""
+        metadata = self._table.operations().current()
+        read_from = metadata.metadataFileLocation()
+        if read_from is None or read_from != self._listed_from:
+            # A snapshot of the format version 1 may not tell its schema.
+            untold = int(self._table.schema().schemaId())
+            told = self._picks.snapshots(metadata.snapshots())
+            self._listed = {each.id: each for each in (_snapshot(row, untold) for row in told)}
+            self._listed_from = read_from
+        return self._listed
 
     def _schema(self, snapshot: Snapshot) -> Any:
         return self._table.schemas().get(snapshot.schema_id)
 
     def _ancestors(self, snapshot_id: int) -> Iterator[Snapshot]:
         """The snapshot and those before it, as far as they are kept."""
-        found = self._snapshot(snapshot_id)
+        known = self._known()
+        found = known.get(snapshot_id)
         for _ in range(ANCESTORS_MAX):
             if found is None:
                 return
             yield found
             if found.parent_id is None:
                 return
-            found = self._snapshot(found.parent_id)
+            found = known.get(found.parent_id)
 
     def _from_first(self, branch: str) -> list[Snapshot]:
         with as_unavailable(self._unavailable):
@@ -364,10 +383,7 @@ class History:
                     break
             if found and found[-1].sequence_number == sequence_number:
                 return found[::-1]
-            kept = {
-                int(each.sequenceNumber())
-                for each in self._table.operations().current().snapshots()
-            }
+            kept = {each.sequence_number for each in self._known().values()}
         passed = bool(found) and found[-1].sequence_number < sequence_number
         # Where the way back breaks off before that number, it may have been on the rest of it.
         broken = bool(found) and found[-1].parent_id is not None
@@ -390,6 +406,20 @@ class History:
             hint="Remove the pipeline's progress and what it has written, so that the table is "
             "loaded anew, and keep snapshots longer than the pipeline may stand still.",
         )
+
+
+def _snapshot(told: Sequence[str | None], untold_schema_id: int) -> Snapshot:
+    """A snapshot by what `Picks.snapshots` tells of it."""
+    id_, parent, number, operation, time_ms, schema, first_row_id = told
+    return Snapshot(
+        id=int(id_ or 0),
+        parent_id=int(parent) if parent else None,
+        sequence_number=int(number or 0),
+        operation=operation or "",
+        time_ms=int(time_ms or 0),
+        schema_id=int(schema) if schema else untold_schema_id,
+        has_row_ids=first_row_id is not None,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

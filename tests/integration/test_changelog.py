@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from py4j.clientserver import ClientServerConnection
 from pyspark.sql import SparkSession
 
 from icestream.errors import ConfigInvalid, HistoryLost, RolledBack
@@ -435,6 +436,48 @@ def test_a_history_that_was_rolled_back_or_expired_is_told(world: World) -> None
     world.call("expire_snapshots", f"snapshot_ids => array({ids[0]})")
     with pytest.raises(HistoryLost):
         history.since("main", 1)
+
+
+def test_the_way_to_a_snapshot_that_was_rolled_back_is_told(world: World) -> None:
+    """O6, E7, Mend g5: an epoch was planned up to a snapshot that has left the branch since."""
+    world.create("id BIGINT")
+    for number in range(4):
+        world.insert(str(number))
+    history, ids = History(world.table), world.ids()
+    older, newer = history.path("main", 1, 3)
+    assert (older.id if older else None, [each.id for each in newer]) == (ids[0], ids[1:3])
+    assert [each.id for each in history.path("main", None, 2)[1]] == ids[:2]
+    world.call("rollback_to_snapshot", f"snapshot_id => {ids[1]}")
+    assert [each.id for each in history.path("main", 1, 2)[1]] == [ids[1]]
+    for start in (None, 1, 2):
+        with pytest.raises(RolledBack):
+            history.path("main", start, 3)
+
+
+def test_a_long_history_is_listed_at_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """O2, Mend g5: looking for what is new asks the JVM as often, however many snapshots wait."""
+    world.create("id BIGINT")
+    asked = 0
+    send = ClientServerConnection.send_command
+
+    def counted(connection: ClientServerConnection, command: str) -> str:
+        nonlocal asked
+        asked += 1
+        return str(send(connection, command))
+
+    def calls(snapshots: int) -> int:
+        nonlocal asked
+        for _ in range(snapshots):
+            world.table.java.newAppend().commit()
+        history, before = History(world.table), asked
+        assert len(history.since("main", None)) == history.head("main").sequence_number
+        assert len(history.path("main", 1, 4)[1]) == 3
+        return asked - before
+
+    # What goes to the JVM is counted; everything is done as before.
+    monkeypatch.setattr(ClientServerConnection, "send_command", counted)
+    few = calls(5)
+    assert calls(40) <= few
 
 
 def test_a_gap_in_the_history_is_no_rollback(world: World) -> None:

@@ -393,10 +393,10 @@ class IcebergSource(Source):
         return self._event_split(each, snapshot, events, sum(files.sizes[start:end]))
 
     def _change_split(self, each: _Followed, before: int, after: int) -> FrameSplit | None:
-        history, branch = each.changelog.history, self._options.branch
-        newest = history.at(branch, after)
-        older = history.at(branch, before) if before != _BEFORE_ALL else None
-        path = [found for found in self._newer(each, before) if found.sequence_number <= after]
+        older, path = each.changelog.history.path(
+            self._options.branch, None if before == _BEFORE_ALL else before, after
+        )
+        newest = path[-1]
         path = [snapshot for snapshot in path if len(path) > 1 or not snapshot.keeps_rows]
         if not path:
             return None

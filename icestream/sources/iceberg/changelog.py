@@ -46,6 +46,8 @@ _LOW_BITS = 0xFFFF_FFFF
 _BITS = 62
 # Less than this is compared at once; more by hashes first, which takes a second look at the files.
 _LARGE_BYTES = 64 * 1024**2
+# Less than this is compared by one task: bringing rows together would take longer than they do.
+_SMALL_BYTES = 4 * 1024**2
 # The hashes of changed identities are sent to every task while they are no more than this.
 _BROADCAST_MAX = 20_000_000
 
@@ -132,6 +134,8 @@ class Changelog:
         rows = _union([_signed(minus, -1), _signed(plus, 1), apart])
         if rows is None:
             return None
+        if step.bytes_read < _SMALL_BYTES:
+            rows = rows.coalesce(1)
         only_added = minus is None and apart is None
         if only_added and (not shape.key or (large and not _has_twins(rows, shape))):
             inserts = self._prepared(rows, shape).withColumn(OPERATION, F.lit(INSERT))
