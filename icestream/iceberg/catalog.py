@@ -749,6 +749,13 @@ class Table:
             manager.removeTasks(table, staged_id)
             cache.remove(staged_id)
 
+    def holding(self, snapshot_id: int, bounds: Mapping[int, Bound]) -> Any:
+        """Scan tasks of the files of a snapshot that may have rows within these bounds."""
+        with as_unavailable(f"could not plan a scan of table {self.name}"):
+            metadata = self._table.operations().current()
+            table = self._renamed(metadata, metadata.snapshot(snapshot_id))
+            return self._planned(table, bounds)
+
     def _snapshot_at(self, metadata: Any, branch: str, at: Past | int | None) -> Any:
         """The branch's head, its state at a moment of the past, or the snapshot of an id."""
         if isinstance(at, Past):

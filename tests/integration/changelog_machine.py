@@ -3,7 +3,8 @@
 A play makes one table and changes it by Spark SQL, by maintenance, and by equality deletes written
 by hand. Of every snapshot that appears, wherever it was committed, the changelog from its parent is
 taken and applied to the parent's rows in plain Python; what comes out must be the snapshot's rows,
-by as few changes as there can be. All that is chosen comes from the seed:
+by as few changes as there can be. In some plays rows share identifiers: then a document must be one
+of the rows of its identifier. All that is chosen comes from the seed:
 `python -m tests.integration.changelog_machine --seed 7 --plays 1`.
 """
 
@@ -102,6 +103,8 @@ class Play:
     table: Table
     random: random.Random
     keyed: bool
+    # Whether rows may share an identifier: nothing keeps them from it.
+    twins: bool = False
     story: list[str] = field(default_factory=list)
     # Snapshots whose equality deletes name ids: what was there before is not looked up.
     blind: set[int] = field(default_factory=set)
@@ -136,6 +139,8 @@ class Play:
 
     def _insert(self) -> None:
         rows = [self._row() for _ in range(self.random.randrange(1, 6))]
+        if self.twins:
+            rows += [self._row(self._known_id()) for _ in range(self.random.randrange(4))]
         if not self.keyed:
             rows += self.random.choices(rows, k=self.random.randrange(3))
         self._sql(f"INSERT INTO {self.name} SELECT /*+ COALESCE(1) */ * FROM VALUES {_list(rows)}")
@@ -148,7 +153,8 @@ class Play:
 
     def _update_id(self) -> None:
         self._sql(
-            f"UPDATE {self.name} SET {_quoted(self._columns()[ID][0])} = {self._id()} "
+            f"UPDATE {self.name} SET {_quoted(self._columns()[ID][0])} = "
+            f"{self._known_id() if self.twins else self._id()} "
             f"WHERE {_quoted(self._columns()[ID][0])} = {self._known_id()}"
         )
 
@@ -256,6 +262,7 @@ class Play:
         if self._columns()[ID][1] == "bigint":
             ids = sorted({int(self._known_id()) for _ in range(3)})
             added = [{ID: each} for each in ids if self.random.random() < 0.6]
+            added += added[:1] if self.twins else []
             self._by_hand([{ID: each} for each in ids], added)
             self.blind.add(self._head())
 
@@ -380,12 +387,13 @@ class Play:
             try:
                 if identifier:
                     exact = net or end not in self.blind
-                    _check_keyed(_keyed(old), _keyed(new), events, exact)
+                    before, after = _keyed(old, self.twins), _keyed(new, self.twins)
+                    _check_keyed(before, after, events, exact)
                 elif self.table.java.operations().current().formatVersion() >= 3 and not any(
                     number is None for number in (*old.row_ids, *new.row_ids)
                 ):
                     before, after = (
-                        dict(zip(map(str, each.row_ids), each.rows, strict=True))
+                        {str(at): [row] for at, row in zip(each.row_ids, each.rows, strict=True)}
                         for each in (old, new)
                     )
                     _check_keyed(before, after, [(op, key, row) for op, key, row in events], True)
@@ -442,6 +450,7 @@ ACTIONS: Mapping[str, Callable[[Play], None]] = {
 }
 
 Event = tuple[str, str | None, Values]
+Rows = Mapping[str | None, Sequence[Values]]
 
 
 def _event(row: Any, ids: Mapping[str, int]) -> Event:
@@ -455,9 +464,11 @@ def _event(row: Any, ids: Mapping[str, int]) -> Event:
     )
 
 
-def _keyed(state: State) -> dict[str | None, Values]:
-    found = {_text(row[ID]): row for row in state.rows}
-    assert len(found) == len(state.rows), "the play made an id twice"
+def _keyed(state: State, twins: bool) -> Rows:
+    found: dict[str | None, list[Values]] = {}
+    for row in state.rows:
+        found.setdefault(_text(row[ID]), []).append(row)
+    assert twins or len(found) == len(state.rows), "the play made an id twice"
     return found
 
 
@@ -465,27 +476,37 @@ def _text(value: Any) -> str | None:
     return None if value is None else str(value)
 
 
-def _check_keyed(
-    old: Mapping[Any, Values], new: Mapping[Any, Values], events: Sequence[Event], exact: bool
-) -> None:
-    """One change for each identity that differs; `exact` if ids deleted by value were looked up."""
+def _check_keyed(old: Rows, new: Rows, events: Sequence[Event], exact: bool) -> None:
+    """Each identity that has rows has a document, which is one of them; no other has any.
+
+    One change for each identity whose rows differ; `exact` if ids deleted by value were looked up.
+    """
     counted = Counter(key for _, key, _ in events)
     assert not counted or max(counted.values()) == 1, f"several changes of one id: {events}"
-    state = dict(old)
+    documents = dict(old)
     for operation, key, row in events:
+        before = documents.pop(key, [])
         if operation == "DELETE":
-            before = state.pop(key, None)
-            assert before is not None or not exact, f"deleted what was not there: {key}"
-            known = {n: v for n, v in row.items() if v is not None}
-            if before is not None:
-                assert known.items() <= before.items(), f"deleted {row}, was {before}"
+            assert before or not exact, f"deleted what was not there: {key}"
+            known = {n: v for n, v in row.items() if v is not None}.items()
+            fits = [each for each in before if known <= each.items()]
+            assert fits or not before, f"deleted {row}, was {before}"
             continue
-        there = key in state
         if exact:
-            assert (operation == "UPDATE_AFTER") == there, f"{operation} of {key}, there: {there}"
-            assert not there or state[key] != row, f"{operation} of {key} changes nothing"
-        state[key] = row
-    assert state == dict(new), f"came to {state}, should be {new}, by {events}"
+            # A row that comes beside others of its identifier is an insert all the same.
+            more = len(new.get(key, [])) > len(before)
+            right = bool(before) if operation == "UPDATE_AFTER" else not before or more
+            assert right, f"{operation} of {key}, there: {before}"
+            assert not _same(before, new.get(key, [])), f"{operation} of {key} changes nothing"
+        documents[key] = [row]
+    assert documents.keys() == new.keys(), f"came to {documents}, should be {new}, by {events}"
+    for key, rows in documents.items():
+        right = rows[0] in new[key] if key in counted else _same(rows, new[key])
+        assert right, f"came to {documents}, should be {new}, by {events}"
+
+
+def _same(one: Sequence[Values], other: Sequence[Values]) -> bool:
+    return Counter(map(_frozen, one)) == Counter(map(_frozen, other))
 
 
 def _check_counted(old: State, new: State, events: Sequence[Event]) -> None:
@@ -556,13 +577,15 @@ def play(seed: int, lake: Lake, catalog: Catalog, steps: int | None = None) -> s
     )
     table = catalog.load(name)
     assert table is not None
-    played = Play(lake=lake, table=table, random=generator, keyed=keyed)
+    twins = keyed and generator.random() < 0.5
+    played = Play(lake=lake, table=table, random=generator, keyed=keyed, twins=twins)
     if generator.random() < 0.5:
         played.story.append("partition")
         played._partition()
     line = played.run(generator.randrange(4, STEPS_MAX) if steps is None else steps)
     lake.spark.sql(f"DROP TABLE {lake.table(str(name))}")
-    return f"v{version} {'keyed' if keyed else 'unkeyed'} {columns}, {line}"
+    kind = "twins" if twins else "keyed" if keyed else "unkeyed"
+    return f"v{version} {kind} {columns}, {line}"
 
 
 def opened(spark: SparkSession, folder: Path) -> tuple[Lake, Catalog]:

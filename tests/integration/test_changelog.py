@@ -237,6 +237,50 @@ def test_files_that_are_not_plain_are_read_by_iceberg(
 
 
 @pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_row_that_shares_its_identifier_survives_the_other(
+    world: World, version: int, mode: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """O8, Mend g1: in the same file, in another one, step by step and net; the last one goes."""
+    take(way, monkeypatch)
+    world.create("id BIGINT, s STRING", version, mode)
+    world.insert("1, 'a'", "1, 'b'", "2, 'x'", "3, 'y'")
+    world.insert("1, 'c'")
+    world.sql("DELETE FROM t WHERE s IN ('a', 'x')")
+    for net in (False, True):
+        removed, kept = world.changes("id", net=net)
+        assert removed == ("DELETE", "2", 2, "x")
+        assert kept[:3] == ("UPDATE_AFTER", "1", 1) and kept[3] in ("b", "c")
+    world.sql("DELETE FROM t WHERE s = 'b'")
+    assert world.changes("id") == [("UPDATE_AFTER", "1", 1, "c")]
+    assert world.changes("id", last=2, net=True) == [
+        ("DELETE", "2", 2, "x"),
+        ("UPDATE_AFTER", "1", 1, "c"),
+    ]
+    # By the identifier, all of its rows are gone.
+    world.sql("DELETE FROM t WHERE id = 1")
+    assert world.changes("id") == [("DELETE", "1", 1, "c")]
+    assert world.changes("id", last=3, net=True)[0][:2] == ("DELETE", "1")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_many_rows_that_share_their_identifiers(world: World, mode: str) -> None:
+    """O8, Mend g1: more deleted than are named one by one to find their files."""
+    world.create("id BIGINT, part STRING, s STRING", 2, mode)
+    world.sql("INSERT INTO t SELECT id, if(id < 5, NULL, 'p'), 'a' FROM range(1000)")
+    world.sql("INSERT INTO t SELECT id * 100, 'p', 'b' FROM range(100)")
+    world.insert("2, NULL, 'b'")
+    world.sql("DELETE FROM t WHERE s = 'a'")
+    events = world.changes("id", "part")
+    assert len(events) == 1000
+    kept = sorted(event[1:] for event in events if event[0] == "UPDATE_AFTER")
+    assert kept == sorted(
+        [(f"{n}|p", n, "p", "b") for n in range(100, 1000, 100)] + [(r"2|\N", 2, None, "b")]
+    )
+
+
+@pytest.mark.parametrize("version", VERSIONS)
 def test_equality_deletes_by_the_identifier_read_no_data_file(world: World, version: int) -> None:
     """O4: it works although every older file is gone from the disk."""
     world.create("id BIGINT, s STRING", version)

@@ -378,6 +378,26 @@ def test_row_ids_stand_for_identifier_columns(search: Search) -> None:
     assert len(before & set(expected)) == 3, "an update keeps its document"
 
 
+@pytest.mark.parametrize("net", [False, True])
+def test_rows_that_share_an_identifier_have_a_document_until_the_last_is_gone(
+    search: Search, net: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """O8, Mend g1: it is one of them, after the load and after each delete, and this is told."""
+    search.source["net_changes"] = net
+    search.create(mode="merge-on-read")
+    search.insert(1, 2, name="one")
+    search.insert(1, name="other")
+    search.run()
+    assert search.documents()["1"]["name"] in ("one", "other")
+    assert "1 identifiers of table shop.orders are on several rows" in caplog.text
+    for name, left in (("one", {"1": "other"}), ("other", {})):
+        search.sql(f"DELETE FROM {TABLE} WHERE name = '{name}'")
+        search.run()
+        documents = search.documents()
+        assert {id_: documents[id_]["name"] for id_ in documents} == left
+    assert "shared their identifiers" in caplog.text
+
+
 def test_a_null_in_an_identifier_column_stops_the_pipeline(search: Search) -> None:
     """O9, O12: with an error that says so, and nothing is acknowledged."""
     search.create()

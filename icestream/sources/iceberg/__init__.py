@@ -388,6 +388,8 @@ class IcebergSource(Source):
         end = after[2] if after[1] == _LOADING else len(files.sizes)
 
         def events(stage: Stage) -> DataFrame | None:
+            if after[1] == _FOLLOWING:
+                each.changelog.tell_shared(files.tasks, snapshot, stage)
             return each.changelog.load(files.part(start, end), snapshot, stage)
 
         return self._event_split(each, snapshot, events, sum(files.sizes[start:end]))

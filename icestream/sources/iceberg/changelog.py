@@ -13,6 +13,7 @@ the whole row; equal rows are counted, not collapsed.
 """
 
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -25,7 +26,10 @@ from pyspark.sql import types as T
 from icestream.errors import ConfigInvalid
 from icestream.iceberg.catalog import Table, staged_name
 from icestream.iceberg.snapshots import DELETED, FILE, PLACE, ROW_ID, History, Snapshot, Stage, Step
+from icestream.sources.iceberg import identifiers
 from icestream.sources.iceberg.rewritten import SIGN, Columns, Side, what_differs
+
+log = logging.getLogger(__name__)
 
 OPERATION = "iceberg_operation"
 TABLE = "iceberg_table_name"
@@ -136,6 +140,7 @@ class Changelog:
             return None
         if step.bytes_read < _SMALL_BYTES:
             rows = rows.coalesce(1)
+        looked_up = before is not None or dead is not None or apart is not None
         only_added = minus is None and apart is None
         if only_added and (not shape.key or (large and not _has_twins(rows, shape))):
             inserts = self._prepared(rows, shape).withColumn(OPERATION, F.lit(INSERT))
@@ -143,8 +148,14 @@ class Changelog:
         if before is not None and large:
             rows = _without_carried(rows, shape)
         prepared = self._prepared(rows, shape)
-        found = _by_identity(prepared) if shape.identified else _by_row(prepared)
-        return self._as_events(found, newer)
+        if not shape.identified:
+            return self._as_events(_by_row(prepared), newer)
+        found = _by_identity(prepared)
+        if shape.key and looked_up:
+            # Deletes by value take every row of their identifiers: after them nobody survives.
+            known = found.localCheckpoint() if large else found
+            found = self._with_survivors(known, newer, stage, shape)
+        return self._as_events(_as_operations(found), newer)
 
     def load(self, tasks: Any, snapshot: Snapshot, stage: Stage) -> DataFrame | None:
         """The rows of some files of a snapshot, as inserts."""
@@ -153,6 +164,25 @@ class Changelog:
             return None
         inserts = self._prepared(rows, self._shape(stage, snapshot))
         return self._as_events(inserts.withColumn(OPERATION, F.lit(INSERT)), snapshot)
+
+    def tell_shared(self, tasks: Any, snapshot: Snapshot, stage: Stage) -> None:
+        """Warn if rows of these files share an identifier; only hashes are brought together."""
+        shape = self._shape(stage, snapshot)
+        rows = self._read(stage, tasks) if shape.key else None
+        if rows is None:
+            return
+        keys = rows.select(*shape.key, _key_hash(rows, shape).alias(_HASH))
+        twice = keys.groupBy(_HASH).count().filter("count > 1").select(_HASH).localCheckpoint()
+        if twice.isEmpty():
+            return
+        found = keys.join(twice, _HASH, "left_semi").groupBy(*shape.key).count()
+        count = found.filter("count > 1").count()
+        if count:
+            log.warning(
+                "%d identifiers of table %s are on several rows: each has one document, of one of "
+                "its rows",
+                *(count, self.history.name),
+            )
 
     def nothing(self, stage: Stage, snapshot: Snapshot) -> DataFrame:
         """No change at all, in the right columns."""
@@ -223,6 +253,43 @@ class Changelog:
         ]
         return found.select(*alone).withColumn(_NAMED, F.lit(True))
 
+    def _with_survivors(
+        self, found: DataFrame, newer: Snapshot, stage: Stage, shape: _Shape
+    ) -> DataFrame:
+        """The same changes, but no delete where another row of the identifier lives on.
+
+        Iceberg lets rows share an identifier: the document is one of them, and when that one goes,
+        another. They are looked for by the identifier's columns alone, in files whose bounds admit
+        one that was deleted; only if there are any, their rows are read.
+        """
+        gone = found.filter(F.col("after").isNull() & ~F.col(_NAMED)).select(
+            *(F.col(_KEY).getField(place).alias(place) for place in shape.key)
+        )
+        some = identifiers.sample(gone)
+        if not some.num_rows:
+            return found
+        few = identifiers.few(some)
+        gone = self._spark.createDataFrame(some, gone.schema) if few else gone.localCheckpoint()
+        bounds = identifiers.bounds(gone, some, stage.schema_json)
+        files = self._table.holding(newer.id, bounds)
+        rows = self._read(stage, files)
+        if rows is None:
+            return found
+        shared = identifiers.among(rows.select(*shape.key), gone).distinct().localCheckpoint()
+        count = shared.count()
+        if not count:
+            return found
+        log.warning(
+            "%d deleted rows of table %s shared their identifiers with others: one of those "
+            "becomes the document",
+            *(count, self.history.name),
+        )
+        alive = _signed(identifiers.among(rows, shared), 1)
+        assert alive is not None
+        survivors = self._prepared(alive, shape).groupBy(_KEY).agg(_one_of(1).alias("survivor"))
+        both = found.join(survivors, _KEY, "left")
+        return both.withColumn("after", F.coalesce("after", "survivor")).drop("survivor")
+
     def _touched(
         self, stage: Stage, step: Step, shape: _Shape
     ) -> tuple[DataFrame | None, DataFrame | None]:
@@ -255,7 +322,7 @@ class Changelog:
         else:
             key, document_id = comparable, F.lit(None).cast("string")
         return staged.select(
-            *(key.alias(_KEY), row.alias(ROW), document_id.alias(DOCUMENT_ID), F.col(_SIGN)),
+            *(key.alias(_KEY), row.alias(ROW), document_id.alias(DOCUMENT_ID), _SIGN, _NAMED),
             *_hashes(staged, shape),
         )
 
@@ -311,15 +378,22 @@ def _key_hash(rows: DataFrame, shape: _Shape) -> Column:
 
 
 def _by_identity(rows: DataFrame) -> DataFrame:
-    """One change for each identity whose rows differ before and after."""
-    # Several rows of one identity: which of them wins is arbitrary, but always the same.
-    after, before = (F.when(F.col(_SIGN) == sign, F.col("h1")) for sign in (1, -1))
-    found = _changed(
-        rows,
-        _KEY,
-        F.max_by(F.struct(ROW, DOCUMENT_ID), after).alias("after"),
-        F.max_by(F.struct(ROW, DOCUMENT_ID), before).alias("before"),
-    )
+    """What each identity was and is, where its rows differ before and after.
+
+    `_NAMED` are identities of which a delete by value has taken every row.
+    """
+    named = F.bool_or(F.col(_NAMED))
+    both = _one_of(1).alias("after"), _one_of(-1).alias("before")
+    return _changed(rows, _KEY, *both, named.alias(_NAMED))
+
+
+def _one_of(sign: int) -> Column:
+    """One row of an identity before (-1) or after (1): of several the same, whoever asks."""
+    return F.max_by(F.struct(ROW, DOCUMENT_ID), F.when(F.col(_SIGN) == sign, F.col("h1")))
+
+
+def _as_operations(found: DataFrame) -> DataFrame:
+    """One change for each identity, by what it was and is."""
     operation = (
         F.when(F.col("after").isNull(), DELETE)
         .when(F.col("before").isNull(), INSERT)
