@@ -22,6 +22,7 @@ PLACE = "_pos"
 DELETED = "_deleted"
 # What identifies a row for life: a column of rows that are staged of a table with row lineage.
 ROW_ID = "_row_id"
+MAIN = "main"
 # Compactions and the like: files change, rows do not.
 _REPLACE = "replace"
 _LINEAGE_FROM_VERSION = 3
@@ -102,7 +103,6 @@ class History:
         with as_unavailable(self._unavailable):
             metadata = self._table.operations().current()
             self.uuid = str(metadata.uuid())
-            self.format_version = int(metadata.formatVersion())
         if self.format_version < _SEQUENCES_FROM_VERSION:
             raise ConfigInvalid(
                 f"table {self.name} has format version {self.format_version}",
@@ -111,14 +111,22 @@ class History:
             )
 
     @property
+    def format_version(self) -> int:
+        """The format version by the metadata that was read last."""
+        return int(self._table.operations().current().formatVersion())
+
+    @property
     def has_row_ids(self) -> bool:
         """Whether every row keeps an id of its own for life."""
         return self.format_version >= _LINEAGE_FROM_VERSION
 
     def head(self, branch: str) -> Snapshot | None:
-        """The branch's newest snapshot, by fresh metadata; None when there is none."""
+        """The branch's newest snapshot, by fresh metadata; None when there is none.
+
+        Raises `ConfigInvalid` when there is no such branch.
+        """
         with as_unavailable(self._unavailable):
-            reference = self._metadata().ref(branch)
+            reference = self._reference(branch)
             return self._known().get(reference.snapshotId()) if reference else None
 
     def snapshot(self, snapshot_id: int) -> Snapshot | None:
@@ -334,6 +342,21 @@ class History:
     def _metadata(self) -> Any:
         return self._fresh_metadata()
 
+    def _reference(self, branch: str) -> Any:
+        """The branch by fresh metadata; only the main one may not be there yet."""
+        metadata = self._metadata()
+        found = metadata.ref(branch)
+        if found is not None and found.isBranch():
+            return found
+        if found is None and branch == MAIN:
+            return None
+        branches = [str(name) for name, each in metadata.refs().items() if each.isBranch()]
+        raise ConfigInvalid(
+            f"table {self.name} has no branch {branch}",
+            detail="That is a tag." if found is not None else "It was never made, or dropped.",
+            hint=f"Choose another `branch`, or make it. There are: {', '.join(sorted(branches))}.",
+        )
+
     def _metadata_snapshot(self, snapshot_id: int) -> Any:
         return self._table.operations().current().snapshot(snapshot_id)
 
@@ -366,7 +389,7 @@ class History:
 
     def _from_first(self, branch: str) -> list[Snapshot]:
         with as_unavailable(self._unavailable):
-            reference = self._metadata().ref(branch)
+            reference = self._reference(branch)
             found = list(self._ancestors(reference.snapshotId())) if reference else []
         if found and found[-1].parent_id is not None:
             raise self._expired("Its first snapshots are gone.")
@@ -375,7 +398,7 @@ class History:
     def _back_to(self, branch: str, sequence_number: int) -> list[Snapshot]:
         """The branch's snapshots from the one with this sequence number on, oldest first."""
         with as_unavailable(self._unavailable):
-            reference = self._metadata().ref(branch)
+            reference = self._reference(branch)
             found: list[Snapshot] = []
             for each in self._ancestors(reference.snapshotId()) if reference else ():
                 found.append(each)

@@ -13,7 +13,7 @@ import pytest
 
 from icestream import failpoints, patience, pipeline
 from icestream.change import AT, OP, Op
-from icestream.config import load, open_pipeline
+from icestream.config import load, open_pipeline, open_source
 from icestream.errors import (
     ConfigInvalid,
     DataRejected,
@@ -22,6 +22,7 @@ from icestream.errors import (
     TargetUnavailable,
 )
 from icestream.failpoints import FailpointError
+from icestream.frontier import Frontier
 from icestream.iceberg.snapshots import History
 from icestream.sinks.opensearch import OpenSearchWriter
 from tests.faults.shop import Process
@@ -357,6 +358,82 @@ def test_rows_without_identity_are_inserted_and_never_deleted(
     assert "identifier_columns" in str(refused.value.hint)
     assert search.positions() == durable
     assert len(search.documents()) == 4
+
+
+@pytest.mark.parametrize("mode", ["copy-on-write", "merge-on-read"])
+def test_rows_without_identity_are_there_once_though_they_were_sent_twice(
+    search: Search, proxy: Proxy, fail: Callable[[str], None], mode: str
+) -> None:
+    """O9, O12, Mend g4: after lost answers and a run that died, in the load and in later steps."""
+    search.tables, search.url = {TABLE: {}}, proxy.url
+    search.create(mode=mode)
+    search.insert(1, 1, 2)
+    proxy.on("POST", "_bulk").lose_answer()
+    fail("after-write=error")
+    with pytest.raises(FailpointError):
+        search.run()
+    fail("")
+    search.run()
+    search.insert(3, 3)
+    # Rewrites the files of others, which are carried over.
+    search.sql(
+        f"MERGE INTO {TABLE} t USING (SELECT explode(array(3, 4, 4)) AS id) s ON t.id = s.id "
+        "WHEN MATCHED THEN UPDATE SET name = t.name "
+        "WHEN NOT MATCHED THEN INSERT (id, name) VALUES (s.id, 'first')"
+    )
+    search.sql(f"CALL system.rewrite_data_files('{TABLE}', options => map('rewrite-all', 'true'))")
+    search.insert(5)
+    proxy.on("POST", "_bulk", times=2).lose_answer()
+    search.run()
+    found = sorted(document["id"] for document in search.documents().values())
+    assert found == [1, 1, 2, 3, 3, 4, 4, 5]
+
+
+def test_an_upgrade_that_would_rename_documents_stops_the_pipeline(
+    search: Search, shell: Shell
+) -> None:
+    """O5, O9, Mend i3: at the next look of a run and at a start; loaded anew it goes on."""
+    search.tables = {TABLE: {}}
+    search.create()
+    search.insert(1, 2)
+    search.run()
+    source = open_source(search.config(), search.lake.spark)
+    at = Frontier({name: tuple(each) for name, each in search.progress()["upper"].items()})
+    source.verify(at)
+    search.sql(f"ALTER TABLE {TABLE} SET TBLPROPERTIES ('format-version' = '3')")
+    search.insert(3)
+    said = f"table {TABLE} was upgraded to format version 3"
+    with pytest.raises(ConfigInvalid, match=said):
+        source.verify(at)
+    assert_refused(shell.run(search.document()), EXIT_CONFIG, said, "loaded anew")
+    assert len(search.documents()) == 2
+    for path in (TABLE, "icestream-progress"):
+        search.ask("DELETE", f"/{path}")
+    search.run()
+    search.sql(f"DELETE FROM {TABLE} WHERE id = 2")
+    search.sql(f"UPDATE {TABLE} SET name = 'second' WHERE id = 1")
+    search.run()
+    rows = search.sql(f"SELECT _row_id AS place, id, name FROM {TABLE}")
+    assert search.documents() == {str(row.pop("place")): row for row in rows}
+
+
+def test_a_branch_that_is_not_there_is_refused(search: Search, shell: Shell) -> None:
+    """O2, E7, Mend i3: by `check`, at a start and when it is dropped; its table's are named."""
+    search.create()
+    search.insert(1)
+    search.sql(f"ALTER TABLE {TABLE} CREATE BRANCH audit")
+    search.sql(f"ALTER TABLE {TABLE} CREATE TAG frozen")
+    for branch in ("audti", "frozen"):
+        search.source["branch"] = branch
+        said = (f"table {TABLE} has no branch {branch}", "There are: audit, main.")
+        assert_refused(shell("check", shell.write(search.document())), EXIT_CONFIG, *said)
+        assert_refused(shell.run(search.document()), EXIT_CONFIG, *said)
+    search.source["branch"] = "audit"
+    search.run()
+    search.assert_equal()
+    search.sql(f"ALTER TABLE {TABLE} DROP BRANCH audit")
+    with pytest.raises(ConfigInvalid, match="has no branch audit"):
+        search.run()
 
 
 def test_row_ids_stand_for_identifier_columns(search: Search) -> None:

@@ -33,7 +33,7 @@ from icestream.iceberg.catalog import Table, replaced
 from icestream.iceberg.snapshots import Files, Snapshot, Stage
 from icestream.schema import Column, TableShape, schema_from_json
 from icestream.sources import FrameSplit, Part, Source
-from icestream.sources.iceberg.changelog import Changelog
+from icestream.sources.iceberg.changelog import BY_PLACE, BY_ROW_ID, Changelog
 
 log = logging.getLogger(__name__)
 
@@ -282,11 +282,10 @@ class IcebergSource(Source):
         found = self._followed.get(options.table_name)
         if found is None:
             table = self._open_table(options)
-            changelog = Changelog(self._spark, table, options.identifier_columns)
+            changelog = Changelog(self._spark, table, options.identifier_columns, places=True)
             if not changelog.identified:
                 log.warning(
-                    "table %s has no identifier columns: only inserts can be taken, and one that "
-                    "is sent twice is there twice",
+                    "table %s has no identifier columns: only inserts can be taken",
                     options.table_name,
                 )
             found = _Followed(
@@ -303,11 +302,7 @@ class IcebergSource(Source):
             if name not in current or current[name] == partition:
                 continue
             if current[name].split(" ")[-2] == identity:
-                raise ConfigInvalid(
-                    f"table {name} was read with other identifier columns",
-                    detail="What was written under the old identifiers would stay for ever.",
-                    hint=f"Put them back; or {_ANEW}.",
-                )
+                raise _called_otherwise(name, partition, current[name])
             raise ProgressLost(
                 replaced(name).message,
                 detail="The table of this name is another one than the pipeline has read.",
@@ -318,6 +313,8 @@ class IcebergSource(Source):
         """All positions of a table that lie ahead and can be reached now."""
         at, history, branch = lower[each.partition], each.changelog.history, self._options.branch
         head = history.head(branch)
+        if each.changelog.identifiers_now() != each.changelog.identifiers:
+            raise _called_otherwise(each.name, BY_PLACE, each.changelog.identifiers_now())
         if head is not None:
             self._times[each.name, head.sequence_number] = head.time_ms
         if at == MINIMUM:
@@ -426,6 +423,23 @@ class IcebergSource(Source):
             events,
             Stage(each.table, snapshot.schema_id),
         )
+
+
+def _called_otherwise(name: str, before: str, now: str) -> ConfigInvalid:
+    """What to say of a table whose documents would be called by something else than so far."""
+    was, becomes = before.split(" ")[-1], now.split(" ")[-1]
+    if (was, becomes) == (BY_PLACE, BY_ROW_ID):
+        return ConfigInvalid(
+            f"table {name} was upgraded to format version 3",
+            detail="Its documents are called by the places of their rows so far, and would be "
+            "called by row ids from now on: each row that is written again would be there twice.",
+            hint=f"Set `identifier_columns` or let it be, and {_ANEW}.",
+        )
+    return ConfigInvalid(
+        f"table {name} was read with other identifier columns",
+        detail="What was written under the old identifiers would stay for ever.",
+        hint=f"Put them back; or {_ANEW}.",
+    )
 
 
 def _aimed(number: int, aim: Sequence[int], ahead: Sequence[int]) -> list[Position]:

@@ -42,6 +42,10 @@ INSERT, DELETE = "INSERT", "DELETE"
 UPDATE_AFTER = "UPDATE_AFTER"
 INDEX = "INDEX"
 
+# What documents are called by where there are no identifier columns.
+BY_ROW_ID = "rows"
+BY_PLACE = "places"
+
 _KEY, _SIGN, _HASH, _NAMED = "key", SIGN, "hash", "named"
 # A part of an identifier that is null; no text becomes this, as its backslash would be doubled.
 _NULL = r"\N"
@@ -97,6 +101,7 @@ class _Shape:
     columns: Sequence[tuple[str, str]]
     key: Sequence[str]
     by_row_id: bool = False
+    by_place: bool = False
 
     @property
     def identified(self) -> bool:
@@ -107,14 +112,29 @@ class _Shape:
 class Changelog:
     """The changes of one table; `history` tells its snapshots."""
 
-    def __init__(self, spark: SparkSession, table: Table, identifier_columns: Sequence[str]):
+    def __init__(
+        self,
+        spark: SparkSession,
+        table: Table,
+        identifier_columns: Sequence[str],
+        places: bool = False,
+    ):
+        """`places` lets rows that nothing else identifies be called by where they lie."""
         self._spark = spark
         self._table = table
         self.history = History(table)
         self._key_ids = _field_ids(table, identifier_columns)
         self.identified = bool(self._key_ids) or self.history.has_row_ids
-        # What documents are called by, as one word: a renamed column stays the same.
-        self.identifiers = "-".join(map(str, self._key_ids)) or "rows"
+        self._by_place = places and not self.identified
+        self.identifiers = self.identifiers_now()
+
+    def identifiers_now(self) -> str:
+        """What documents are called by, as one word: a renamed column stays the same.
+
+        Of a table that is upgraded meanwhile it is not what it was, `identifiers`.
+        """
+        by_rows = BY_ROW_ID if self.history.has_row_ids else BY_PLACE
+        return "-".join(map(str, self._key_ids)) or by_rows
 
     def changes(
         self, older: Snapshot | None, path: Sequence[Snapshot], stage: Stage
@@ -129,9 +149,10 @@ class Changelog:
         if shape.by_row_id or not stage.has_marks:
             step = step.rewritten()
         large = step.bytes_read >= _LARGE_BYTES
-        apart = self._apart(stage, step) if large and not shape.by_row_id else None
+        plain = not shape.by_row_id and not shape.by_place
+        apart = self._apart(stage, step) if large and plain else None
         before = self._read(stage, step.gone) if apart is None else None
-        after = self._read(stage, step.came) if apart is None else None
+        after = self._live(stage, step.came, shape) if apart is None else None
         dead, revived = self._touched(stage, step, shape)
         named = [self._named(stage, each.tasks, shape) for each in step.equality]
         minus, plus = _union([before, dead, *named]), _union([after, revived])
@@ -159,10 +180,11 @@ class Changelog:
 
     def load(self, tasks: Any, snapshot: Snapshot, stage: Stage) -> DataFrame | None:
         """The rows of some files of a snapshot, as inserts."""
-        rows = _signed(self._read(stage, tasks), 1)
+        shape = self._shape(stage, snapshot)
+        rows = _signed(self._live(stage, tasks, shape), 1)
         if rows is None:
             return None
-        inserts = self._prepared(rows, self._shape(stage, snapshot))
+        inserts = self._prepared(rows, shape)
         return self._as_events(inserts.withColumn(OPERATION, F.lit(INSERT)), snapshot)
 
     def tell_shared(self, tasks: Any, snapshot: Snapshot, stage: Stage) -> None:
@@ -213,8 +235,10 @@ class Changelog:
             key=[staged_name(number) for number in self._key_ids],
             # Rows get their ids by the first snapshot after the table's upgrade.
             by_row_id=not self._key_ids
+            and not self._by_place
             and snapshot.has_row_ids
             and (older is None or older.has_row_ids),
+            by_place=self._by_place,
         )
 
     def _read(self, stage: Stage, tasks: Any, marked: bool = False) -> DataFrame | None:
@@ -222,6 +246,11 @@ class Changelog:
             return None
         name = stage.add(tasks, marked)
         return self._spark.read.format("iceberg").option("scan-task-set-id", name).load(name)
+
+    def _live(self, stage: Stage, tasks: Any, shape: _Shape) -> DataFrame | None:
+        """The rows that are there, with their places if those are their names."""
+        rows = self._read(stage, tasks, marked=shape.by_place)
+        return rows.filter(~F.col(DELETED)) if rows is not None and shape.by_place else rows
 
     def _apart(self, stage: Stage, step: Step) -> DataFrame | None:
         """What gone files and those that came do not have in common; None when not told cheaply."""
@@ -303,7 +332,7 @@ class Changelog:
         dead_before = before.filter(DELETED).select(*columns)
         died = dead_after.join(dead_before.select(FILE, PLACE), [FILE, PLACE], "left_anti")
         came_back = dead_before.join(dead_after.select(FILE, PLACE), [FILE, PLACE], "left_anti")
-        return died.drop(FILE, PLACE), came_back.drop(FILE, PLACE)
+        return died.drop(FILE, PLACE), came_back if shape.by_place else came_back.drop(FILE, PLACE)
 
     def _prepared(self, staged: DataFrame, shape: _Shape) -> DataFrame:
         """The row under the table's names, what identifies it, its id as text, and its hash."""
@@ -319,6 +348,10 @@ class Changelog:
         elif shape.by_row_id:
             key = F.struct(F.col(ROW_ID).alias(ROW_ID))
             document_id = F.col(ROW_ID).cast("string")
+        elif shape.by_place and FILE in kinds:
+            key = comparable
+            # A file's name may be longer than an id.
+            document_id = F.concat(F.sha1(F.col(FILE).cast("binary")), F.lit("-"), F.col(PLACE))
         else:
             key, document_id = comparable, F.lit(None).cast("string")
         return staged.select(
@@ -409,12 +442,18 @@ def _as_operations(found: DataFrame) -> DataFrame:
 
 def _by_row(rows: DataFrame) -> DataFrame:
     """As many changes for each row as it is there more or less often than before."""
+    named = F.array_sort(F.collect_list(F.when(F.col(_SIGN) > 0, F.col(DOCUMENT_ID))))
     counted = rows.groupBy(_KEY).agg(
-        F.sum(_SIGN).alias("more"), F.first(ROW).alias(ROW), F.first(DOCUMENT_ID).alias(DOCUMENT_ID)
+        F.sum(_SIGN).cast("int").alias("more"), F.first(ROW).alias(ROW), named.alias("ids")
     )
     operation = F.when(F.col("more") > 0, INSERT).otherwise(DELETE)
-    copies = F.explode(F.array_repeat(operation, F.abs("more").cast("int")))
-    return counted.filter(F.col("more") != 0).select(copies.alias(OPERATION), ROW, DOCUMENT_ID)
+    nameless = F.array_repeat(F.lit(None).cast("string"), F.abs("more"))
+    # Of equal rows any are the new ones, but always the same.
+    called = F.size("ids") >= F.col("more")
+    ids = F.when((F.col("more") > 0) & called, F.expr("slice(ids, 1, more)")).otherwise(nameless)
+    return counted.filter(F.col("more") != 0).select(
+        operation.alias(OPERATION), ROW, F.explode(ids).alias(DOCUMENT_ID)
+    )
 
 
 def _changed(rows: DataFrame, by: str, *others: Column) -> DataFrame:
