@@ -405,7 +405,7 @@ def _change_line(row: dict[str, Any]) -> str:
     found = {name: value for name, value in row["row"].items() if value is not None}
     values = "  ".join(f"{name}={value}" for name, value in found.items())
     number, name = row["iceberg_snapshot_id"], row["iceberg_operation"]
-    return f"{number}  {name:12}  {row['document_id'] or '-'}  {values}"
+    return f"{number}  {name:13}  {row['document_id'] or '-'}  {values}"
 
 
 def _demo(options: argparse.Namespace) -> int:

@@ -42,7 +42,7 @@ CONFINED = {
     "pyspark": {
         *("spark", "transform", "worker", "config", "status", "demo"),
         *("sources", "sources.iceberg", "sources.iceberg.changelog"),
-        *("sources.iceberg.rewritten", "preloaded"),
+        *("sources.iceberg.identifiers", "sources.iceberg.rewritten", "preloaded"),
     },
     "py4j": {"iceberg.catalog"},
     "prometheus_client": {"metrics", "status"},

@@ -754,7 +754,10 @@ class Table:
         with as_unavailable(f"could not plan a scan of table {self.name}"):
             metadata = self._table.operations().current()
             table = self._renamed(metadata, metadata.snapshot(snapshot_id))
-            return self._planned(table, bounds)
+            schema = metadata.schema()
+            # Nothing can be said of a column that was dropped since.
+            known = {at: each for at, each in bounds.items() if schema.findField(at) is not None}
+            return self._planned(table, known)
 
     def _snapshot_at(self, metadata: Any, branch: str, at: Past | int | None) -> Any:
         """The branch's head, its state at a moment of the past, or the snapshot of an id."""

@@ -25,7 +25,8 @@ from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
 from icestream.iceberg.catalog import Catalog, Table, TableName
-from icestream.sources.iceberg.changelog import changelog
+from icestream.iceberg.snapshots import Stage
+from icestream.sources.iceberg.changelog import Changelog, changelog
 from icestream.spark import session
 from tests.integration.equality_deletes import commit_by_hand
 from tests.lake import Lake
@@ -45,7 +46,7 @@ VALUES: dict[str, Sequence[str]] = {
     "int": ("1", "2", "3"),
     "bigint": ("1", "2", "30000000000"),
     "float": ("CAST('NaN' AS FLOAT)", "CAST(0.5 AS FLOAT)", "CAST(1 AS FLOAT)"),
-    "double": ("CAST('NaN' AS DOUBLE)", "0.5D", "-1.25D"),
+    "double": ("CAST('NaN' AS DOUBLE)", "0.0D", "CAST('-0.0' AS DOUBLE)", "0.5D", "-1.25D"),
     "decimal(9,2)": ("1.50", "2.00", "-7.25"),
     "string": ("''", "'a'", "'b'", "'a|b'", "'x\\\\\\\\y'"),
     "binary": ("X''", "X'00'", "X'00FF'"),
@@ -76,6 +77,8 @@ MODES = ("copy-on-write", "merge-on-read")
 REFUSED = ("Cannot", "cannot", "Unsupported", "unsupported", "already", "not supported", "Invalid")
 
 Values = dict[int, Any]
+Rows = Mapping[str | None, Sequence[Values]]
+Event = tuple[str, str | None, Values]
 
 
 class Wrong(AssertionError):
@@ -106,7 +109,7 @@ class Play:
     # Whether rows may share an identifier: nothing keeps them from it.
     twins: bool = False
     story: list[str] = field(default_factory=list)
-    # Snapshots whose equality deletes name ids: what was there before is not looked up.
+    # Snapshots whose equality deletes name ids: the source does not look up what was there.
     blind: set[int] = field(default_factory=set)
     states: dict[int, State] = field(default_factory=dict)
     fresh_id: int = 0
@@ -386,9 +389,12 @@ class Play:
             self.checks += 1
             try:
                 if identifier:
-                    exact = net or end not in self.blind
                     before, after = _keyed(old, self.twins), _keyed(new, self.twins)
-                    _check_keyed(before, after, events, exact)
+                    _check_keyed(before, after, events)
+                    if not net:
+                        # As the source has it, which looks up no identifier that deletes name.
+                        sent = self._sent(start, end, identifier, ids)
+                        _check_documents(before, after, sent, exact=end not in self.blind)
                 elif self.table.java.operations().current().formatVersion() >= 3 and not any(
                     number is None for number in (*old.row_ids, *new.row_ids)
                 ):
@@ -396,11 +402,25 @@ class Play:
                         {str(at): [row] for at, row in zip(each.row_ids, each.rows, strict=True)}
                         for each in (old, new)
                     )
-                    _check_keyed(before, after, [(op, key, row) for op, key, row in events], True)
+                    _check_keyed(before, after, events)
                 else:
                     _check_counted(old, new, events)
             except AssertionError as error:
                 raise Wrong(f"{start} to {end} by {identifier}, net {net}: {error}") from error
+
+    def _sent(
+        self, start: int | None, end: int, identifier: Sequence[str], ids: Mapping[str, int]
+    ) -> list[Event]:
+        log = Changelog(self.lake.spark, self.table, identifier)
+        older, newer = (log.history.snapshot(each) if each else None for each in (start, end))
+        assert newer is not None
+        if newer.keeps_rows:
+            return []
+        stage = Stage(self.table, newer.schema_id)
+        frame = log.changes(older, [newer], stage)
+        found = [_event(row, ids) for row in frame.collect()] if frame is not None else []
+        stage.close()
+        return found
 
     def _schema(self, snapshot_id: int) -> Any:
         schema_id = self.table.java.snapshot(snapshot_id).schemaId()
@@ -449,14 +469,11 @@ ACTIONS: Mapping[str, Callable[[Play], None]] = {
     "delete by value": Play._delete_by_value,
 }
 
-Event = tuple[str, str | None, Values]
-Rows = Mapping[str | None, Sequence[Values]]
-
 
 def _event(row: Any, ids: Mapping[str, int]) -> Event:
     values = dict(zip(row["row"].__fields__, tuple(row["row"]), strict=True))
-    action = "DELETE" if row["iceberg_operation"] == "DELETE" else "INDEX"
-    assert row["bulk_action"] == action
+    actions = {"DELETE": "DELETE", "UPDATE_BEFORE": None}
+    assert row["bulk_action"] == actions.get(row["iceberg_operation"], "INDEX")
     return (
         row["iceberg_operation"],
         row["document_id"],
@@ -476,7 +493,19 @@ def _text(value: Any) -> str | None:
     return None if value is None else str(value)
 
 
-def _check_keyed(old: Rows, new: Rows, events: Sequence[Event], exact: bool) -> None:
+def _check_keyed(old: Rows, new: Rows, events: Sequence[Event]) -> None:
+    """The changes lead to the documents, and tell of each row that went what it was."""
+    updated = sorted(str(key) for operation, key, _ in events if operation == "UPDATE_AFTER")
+    before = sorted(str(key) for operation, key, _ in events if operation == "UPDATE_BEFORE")
+    assert updated == before, f"updates of {updated}, and what was before of {before}"
+    for operation, key, row in events:
+        if operation in ("DELETE", "UPDATE_BEFORE"):
+            assert row in old.get(key, []), f"{operation} of {row}, was {old.get(key)}"
+    applied = [event for event in events if event[0] != "UPDATE_BEFORE"]
+    _check_documents(old, new, applied, exact=True)
+
+
+def _check_documents(old: Rows, new: Rows, events: Sequence[Event], exact: bool) -> None:
     """Each identity that has rows has a document, which is one of them; no other has any.
 
     One change for each identity whose rows differ; `exact` if ids deleted by value were looked up.
@@ -526,7 +555,8 @@ def _frozen(row: Values) -> tuple[tuple[int, Any], ...]:
 def _plain(value: Any) -> Any:
     """The value in a form that equals itself and can be counted."""
     if isinstance(value, float):
-        return "NaN" if value != value else value
+        # Both zeros are equal, and told apart by their signs.
+        return "NaN" if value != value else str(value)
     if isinstance(value, bytearray | bytes):
         return bytes(value)
     if hasattr(value, "__fields__"):

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 from py4j.clientserver import ClientServerConnection
-from pyspark.sql import SparkSession
+from pyspark.sql import DataFrame, SparkSession
 
 from icestream.errors import ConfigInvalid, HistoryLost, RolledBack
 from icestream.iceberg.catalog import Catalog, Table, TableName
-from icestream.iceberg.snapshots import History
+from icestream.iceberg.snapshots import History, Stage
 from icestream.sources.iceberg import changelog as changes
 from icestream.sources.iceberg import rewritten
-from icestream.sources.iceberg.changelog import changelog
+from icestream.sources.iceberg.changelog import Changelog, changelog
 from tests.integration.changelog_machine import opened, quick
 from tests.integration.equality_deletes import commit_by_hand
 from tests.integration.hand_fed import HandFed, gone, put, shape
@@ -42,6 +42,14 @@ def take(way: str, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     # Both ways give the same rows, so that only this tells which one was taken.
     monkeypatch.setattr(changes, "what_differs", noted)
     return used
+
+
+def _events(found: DataFrame) -> list[Event]:
+    rows = found.collect()
+    actions = {"DELETE": "DELETE", "UPDATE_BEFORE": None}
+    assert all(row["bulk_action"] == actions.get(row["iceberg_operation"], "INDEX") for row in rows)
+    events = [(each["iceberg_operation"], each["document_id"], *each["row"]) for each in rows]
+    return sorted(events, key=repr)
 
 
 class World:
@@ -88,17 +96,36 @@ class World:
         return [int(each.snapshotId()) for each in snapshots]
 
     def changes(self, *key: str, last: int = 1, net: bool = False) -> list[Event]:
-        """What the last snapshots changed: operation, document id, then the row's values."""
+        """What the last snapshots changed: operation, document id, then the row's values.
+
+        What was before an update is left out; `updates` has it.
+        """
         ids: list[int | None] = [None, *self.ids()]
         return self.between(ids[-1 - last], ids[-1] or 0, key, net)
+
+    def updates(self, *key: str, last: int = 1) -> list[Event]:
+        """All that the last snapshots changed together, with what was before updates."""
+        ids: list[int | None] = [None, *self.ids()]
+        found = changelog(self.spark, self.table, ids[-1 - last], ids[-1] or 0, key, net=last > 1)
+        return _events(found)
+
+    def documents(self, *key: str) -> list[Event]:
+        """What the last snapshot changed, as the source has it."""
+        log = Changelog(self.spark, self.table, key)
+        older, newer = (log.history.snapshot(number) for number in self.ids()[-2:])
+        assert newer is not None
+        stage = Stage(self.table, newer.schema_id)
+        found = log.changes(older, [newer], stage)
+        events = _events(found) if found is not None else []
+        stage.close()
+        return events
 
     def between(
         self, start: int | None, end: int, key: Sequence[str] = (), net: bool = False
     ) -> list[Event]:
         """The same between two snapshots."""
-        found = changelog(self.spark, self.table, start, end, key, net).collect()
-        events = [(each["iceberg_operation"], each["document_id"], *each["row"]) for each in found]
-        return sorted(events, key=repr)
+        found = changelog(self.spark, self.table, start, end, key, net)
+        return [event for event in _events(found) if event[0] != "UPDATE_BEFORE"]
 
     def files(self) -> list[Path]:
         """The data files that lie in the table's folder."""
@@ -288,7 +315,66 @@ def test_equality_deletes_by_the_identifier_read_no_data_file(world: World, vers
     for file in world.files():
         file.unlink()
     commit_by_hand(world.table, [{1: 1}, {1: 2}], [{1: 2, 2: "B"}])
-    assert world.changes("id") == [("DELETE", "1", 1, None), ("UPDATE_AFTER", "2", 2, "B")]
+    assert world.documents("id") == [("DELETE", "1", 1, None), ("UPDATE_AFTER", "2", 2, "B")]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("last", [1, 2])
+def test_equality_deletes_tell_what_was_there(world: World, version: int, last: int) -> None:
+    """O8, Mend g3: of keys that no row had they are no change, and a row that comes is new."""
+    world.create("id BIGINT, s STRING", version)
+    world.insert("1, 'a'", "2, 'b'", "3, 'c'")
+    world.insert("4, 'd'")
+    ids = [1, 2, 3, 7, 8]
+    commit_by_hand(world.table, [{1: n} for n in ids], [{1: n, 2: "new"} for n in (2, 7)])
+    new = [("INSERT", "4", 4, "d")] if last > 1 else []
+    assert world.updates("id", last=last) == [
+        ("DELETE", "1", 1, "a"),
+        ("DELETE", "3", 3, "c"),
+        *new,
+        ("INSERT", "7", 7, "new"),
+        ("UPDATE_AFTER", "2", 2, "new"),
+        ("UPDATE_BEFORE", "2", 2, "b"),
+    ]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("mode", MODES)
+def test_an_update_tells_what_was_before(world: World, version: int, mode: str) -> None:
+    """O8, Mend g3: by identifier and by row id; a row that shares its identifier comes after."""
+    world.create("id BIGINT, s STRING", version, mode)
+    world.insert("1, 'a'", "2, 'b'")
+    world.insert("2, 'c'")
+    world.sql("UPDATE t SET s = 'A' WHERE id = 1")
+    updated = [("UPDATE_AFTER", "1", 1, "A"), ("UPDATE_BEFORE", "1", 1, "a")]
+    assert world.updates("id") == updated
+    by_row = [("UPDATE_AFTER", 1, "A"), ("UPDATE_BEFORE", 1, "a")]
+    if version == 2:
+        by_row = [("DELETE", 1, "a"), ("INSERT", 1, "A")]
+    assert [(event[0], *event[2:]) for event in world.updates()] == by_row
+    world.sql("DELETE FROM t WHERE s = 'b'")
+    assert world.updates("id") == [("UPDATE_AFTER", "2", 2, "c"), ("UPDATE_BEFORE", "2", 2, "b")]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_both_zeros_are_told_apart(world: World, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """O3, Mend g6: rows are compared by their bits, at every depth and as identifiers."""
+    take(way, monkeypatch)
+    world.create("id BIGINT, d DOUBLE, n ARRAY<STRUCT<f: FLOAT>>")
+    nested = "array(named_struct('f', CAST({}0.0 AS FLOAT)))"
+    rows = [f"{n}, 0.0D, {nested.format('')}" for n in (1, 2)]
+    world.insert(*rows, f"3, 1.0D, {nested.format('')}")
+    world.sql("UPDATE t SET d = -0.0D WHERE id = 1")
+    assert [(each[0], str(each[3])) for each in world.updates("id")] == [
+        ("UPDATE_AFTER", "-0.0"),
+        ("UPDATE_BEFORE", "0.0"),
+    ]
+    assert [event[:2] for event in world.changes()] == [("DELETE", None), ("INSERT", None)]
+    by_zero = [event[:2] for event in world.changes("d")]
+    assert by_zero == [("INSERT", "-0.0"), ("UPDATE_AFTER", "0.0")]
+    negative = "array(named_struct('f', CAST('-0.0' AS FLOAT)))"
+    world.sql(f"UPDATE t SET n = {negative} WHERE id = 2")
+    assert [event[:2] for event in world.changes("id")] == [("UPDATE_AFTER", "2")]
 
 
 def test_an_upsert_of_a_row_that_is_all_null_is_a_change(world: World) -> None:
@@ -296,7 +382,7 @@ def test_an_upsert_of_a_row_that_is_all_null_is_a_change(world: World) -> None:
     world.create("id BIGINT, s STRING")
     world.insert("1, 'a'")
     commit_by_hand(world.table, [{1: 7}, {1: 1}], [{1: 7, 2: None}, {1: 1, 2: None}])
-    assert world.changes("id") == [
+    assert world.documents("id") == [
         ("UPDATE_AFTER", "1", 1, None),
         ("UPDATE_AFTER", "7", 7, None),
     ]
@@ -337,13 +423,19 @@ def test_what_the_sink_has_written_reads_back(world: World) -> None:
     fed = HandFed(world.spark, properties, shapes, namespace="db")
     fed.commit({"t": [put(id=1, s="a"), put(id=2, s="b")]})
     fed.commit({"t": [put(id=2, s=None), gone(id=1), put(id=3, s="c"), put(id=3, s="d")]})
-    changes = world.changes("id")
+    changes = world.documents("id")
     assert [(each[1], *each[2:]) for each in changes] == [
         ("1", 1, None),
         ("2", 2, None),
         ("3", 3, "d"),
     ]
     assert [each[0] == "DELETE" for each in changes] == [True, False, False]
+    assert world.updates("id") == [
+        ("DELETE", "1", 1, "a"),
+        ("INSERT", "3", 3, "d"),
+        ("UPDATE_AFTER", "2", 2, None),
+        ("UPDATE_BEFORE", "2", 2, "b"),
+    ]
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -603,7 +695,7 @@ def test_types_and_defaults_of_version_three(world: World) -> None:
     assert [(*each[:3], each[4]) for each in world.changes("id")] == [("UPDATE_AFTER", "2", 2, 7)]
     assert [(*each[:3], each[4]) for each in world.changes()] == [("UPDATE_AFTER", "1", 2, 7)]
     commit_by_hand(world.table, [{1: 1}])
-    assert world.changes("id") == [("DELETE", "1", 1, None, None)]
+    assert world.documents("id") == [("DELETE", "1", 1, None, None)]
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -1,5 +1,6 @@
 """From Iceberg tables into OpenSearch: the index equals the table, whatever happens to either."""
 
+import json
 import logging
 import pickle
 import threading
@@ -208,6 +209,25 @@ def test_equality_deletes_of_another_pipeline_are_followed(
 
 
 # Loading and following
+
+
+def test_variants_of_any_shape_are_kept(search: Search) -> None:
+    """O10, Mend g6: a number, then an object, a text, a list; none is refused for the others."""
+    search.create("id BIGINT, v VARIANT, s STRUCT<v: VARIANT>", version=3)
+    values = ["1", '{"a": {"b": 1}}', '"text"', '[1, {"a": "x"}]', '{"a": "other"}']
+    for number, value in enumerate(values):
+        parsed = f"parse_json('{value}')"
+        search.sql(f"INSERT INTO {TABLE} VALUES ({number}, {parsed}, named_struct('v', {parsed}))")
+        search.run()
+    search.sql(f"UPDATE {TABLE} SET v = parse_json('[\"now a list\"]') WHERE id = 0")
+    search.run()
+    values[0] = '["now a list"]'
+    held = [json.loads(value) for value in values]
+    documents = search.documents()
+    assert [documents[str(number)]["v"] for number in range(5)] == held
+    assert documents["1"]["s"] == {"v": held[1]}
+    mapping = search.ask("GET", f"/{TABLE}/_mapping")[TABLE]["mappings"]["properties"]
+    assert mapping["v"] == {"type": "object", "enabled": False}
 
 
 def test_without_export_only_later_changes_come(search: Search) -> None:
@@ -776,7 +796,7 @@ def through(search: Search, proxy: Proxy) -> dict[str, Any]:
 
 
 def test_commands_show_where_a_pipeline_is_and_what_changed(search: Search, shell: Shell) -> None:
-    """O3, O14, E12: for people and for programs; one updated row of a file is one change."""
+    """O3, O8, O14, E12, Mend g3: for people and for programs; an updated row, as it was and is."""
     search.create()
     search.insert(1, 2, 3)
     first = search.snapshot_ids()[-1]
@@ -790,16 +810,24 @@ def test_commands_show_where_a_pipeline_is_and_what_changed(search: Search, shel
     assert line.startswith(f"search  {TABLE}  epoch {row['epoch']}  at {TABLE} 1  committed ")
     changes = ("changes", TABLE, "--file", file, "--by", "id", "--from", str(first))
     last = search.snapshot_ids()[-1]
-    (change,) = shell(*changes, "--json").rows()
-    assert change == {
+    before, after = shell(*changes, "--json").rows()
+    common = {"iceberg_table_name": TABLE, "iceberg_snapshot_id": last, "document_id": "2"}
+    assert before == {
+        **common,
+        "iceberg_operation": "UPDATE_BEFORE",
+        "bulk_action": None,
+        "row": {"id": 2, "name": "first"},
+    }
+    assert after == {
+        **common,
         "iceberg_operation": "UPDATE_AFTER",
-        "iceberg_table_name": TABLE,
-        "iceberg_snapshot_id": last,
-        "document_id": "2",
         "bulk_action": "INDEX",
         "row": {"id": 2, "name": "second"},
     }
-    assert shell(*changes).out == f"{last}  UPDATE_AFTER  2  id=2  name=second\n"
+    assert shell(*changes).out.splitlines() == [
+        f"{last}  UPDATE_BEFORE  2  id=2  name=first",
+        f"{last}  UPDATE_AFTER   2  id=2  name=second",
+    ]
     search.ask("DELETE", f"/{TABLE}")
     (row,) = shell("status", "--json", file).rows()
     assert row["state"] == "lost"

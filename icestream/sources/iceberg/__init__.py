@@ -22,7 +22,9 @@ import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, zip_longest
+from typing import Any, Literal
 
+from pyiceberg.types import IcebergType, NestedField, PrimitiveType, StructType
 from pyspark.sql import DataFrame, SparkSession
 from tqdm import tqdm
 
@@ -42,6 +44,12 @@ _LOADING, _FOLLOWING = 0, 1
 _BEFORE_ALL = -1
 _MILLISECONDS = 1000.0
 _ANEW = "remove the pipeline's progress and what it has written, so that the table is loaded anew"
+
+
+class Anything(PrimitiveType):
+    """The type of a column whose values may have any shape."""
+
+    root: Literal["anything"] = "anything"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -452,17 +460,24 @@ def _aimed(number: int, aim: Sequence[int], ahead: Sequence[int]) -> list[Positi
 
 
 def _columns(schema_json: str) -> list[Column]:
-    """The columns of types that are known here; others, such as variants, say their own types."""
-    found = []
-    for field_json in json.loads(schema_json)["fields"]:
-        try:
-            (known,) = schema_from_json(
-                json.dumps({"type": "struct", "fields": [field_json]})
-            ).fields
-        except ValueError:
-            continue
-        found.append(Column(name=known.name, type=known.field_type))
-    return found
+    fields = json.loads(schema_json)["fields"]
+    return [Column(name=each["name"], type=_type(each)) for each in fields]
+
+
+def _type(field_json: Mapping[str, Any]) -> IcebergType:
+    """A field's type; where it is not known here, such as a variant, it may be anything."""
+    try:
+        whole = json.dumps({"type": "struct", "fields": [field_json]})
+        return schema_from_json(whole).fields[0].field_type
+    except ValueError:
+        kind = field_json["type"]
+    if isinstance(kind, dict) and kind["type"] == "struct":
+        parts = [
+            NestedField(field_id=each["id"], name=each["name"], field_type=_type(each))
+            for each in kind["fields"]
+        ]
+        return StructType(*parts)
+    return Anything()
 
 
 def _table_of(partition: str) -> str:

@@ -39,7 +39,7 @@ ACTION = "bulk_action"
 ROW = "row"
 
 INSERT, DELETE = "INSERT", "DELETE"
-UPDATE_AFTER = "UPDATE_AFTER"
+UPDATE_BEFORE, UPDATE_AFTER = "UPDATE_BEFORE", "UPDATE_AFTER"
 INDEX = "INDEX"
 
 # What documents are called by where there are no identifier columns.
@@ -52,6 +52,7 @@ _NULL = r"\N"
 _HASHES = ("h1", "h2", "h3")
 _LOW_BITS = 0xFFFF_FFFF
 _BITS = 62
+_FLOATS = T.FloatType | T.DoubleType
 # Less than this is compared at once; more by hashes first, which takes a second look at the files.
 _LARGE_BYTES = 64 * 1024**2
 # Less than this is compared by one task: bringing rows together would take longer than they do.
@@ -72,10 +73,14 @@ def changelog(
 
     `start` may be None for the table's beginning. Snapshot by snapshot, each identity has at most
     one change in each; with `net` only the difference between the two states. The columns are
-    `iceberg_operation` (INSERT, DELETE, UPDATE_AFTER), `iceberg_table_name`, `iceberg_snapshot_id`,
-    `document_id`, `bulk_action` (INDEX, DELETE) and `row`: the row after the change, or, of a
-    delete, as much of the row before it as is known, its identifier at the least. All rows have the
-    columns of snapshot `end`, by field id; what was changed in a column dropped since is not told.
+    `iceberg_operation` (INSERT, DELETE, UPDATE_BEFORE, UPDATE_AFTER), `iceberg_table_name`,
+    `iceberg_snapshot_id`, `document_id`, `bulk_action` and `row`. An update is two rows: the row
+    as it was, of which there is nothing to do (`bulk_action` is null), and as it is. Of all others
+    `bulk_action` is INDEX or DELETE. All rows have the columns of snapshot `end`, by field id; what
+    was changed in a column dropped since is not told.
+
+    Rows that were deleted by equality are looked up in the files that may hold them: an identifier
+    that no row had is no change.
 
     The table's history must not be expired before the result has been used.
     """
@@ -88,7 +93,7 @@ def changelog(
     frames = []
     for path in [steps] if net and steps else [[step] for step in steps]:
         if not all(each.keeps_rows for each in path):
-            frames.append(log.changes(older, path, stage))
+            frames.append(log.changes(older, path, stage, whole=True))
         older = path[-1]
     found = _union(frames)
     return found if found is not None else log.nothing(stage, last)
@@ -133,18 +138,25 @@ class Changelog:
 
         Of a table that is upgraded meanwhile it is not what it was, `identifiers`.
         """
-        by_rows = BY_ROW_ID if self.history.has_row_ids else BY_PLACE
-        return "-".join(map(str, self._key_ids)) or by_rows
+        if self._key_ids:
+            return "-".join(map(str, self._key_ids))
+        return BY_ROW_ID if self.history.has_row_ids else BY_PLACE
 
     def changes(
-        self, older: Snapshot | None, path: Sequence[Snapshot], stage: Stage
+        self,
+        older: Snapshot | None,
+        path: Sequence[Snapshot],
+        stage: Stage,
+        whole: bool = False,
     ) -> DataFrame | None:
         """What changed after `older` along a path of snapshots; None when no file did.
 
-        The result can be used until the stage is closed.
+        `whole` tells also what was before, and looks it up where deletes name identifiers alone.
+        Else such a delete may be of what never was, and an update of it an insert: documents come
+        out the same. The result can be used until the stage is closed.
         """
         newer = path[-1]
-        step = self.history.step(older, path, frozenset(self._key_ids))
+        step = self.history.step(older, path, frozenset(() if whole else self._key_ids))
         shape = self._shape(stage, newer, older)
         if shape.by_row_id or not stage.has_marks:
             step = step.rewritten()
@@ -176,7 +188,7 @@ class Changelog:
             # Deletes by value take every row of their identifiers: after them nobody survives.
             known = found.localCheckpoint() if large else found
             found = self._with_survivors(known, newer, stage, shape)
-        return self._as_events(_as_operations(found), newer)
+        return self._as_events(_as_operations(found, whole), newer)
 
     def load(self, tasks: Any, snapshot: Snapshot, stage: Stage) -> DataFrame | None:
         """The rows of some files of a snapshot, as inserts."""
@@ -250,7 +262,10 @@ class Changelog:
     def _live(self, stage: Stage, tasks: Any, shape: _Shape) -> DataFrame | None:
         """The rows that are there, with their places if those are their names."""
         rows = self._read(stage, tasks, marked=shape.by_place)
-        return rows.filter(~F.col(DELETED)) if rows is not None and shape.by_place else rows
+        if rows is None or not shape.by_place:
+            return rows
+        # Spark shows a row's place only when it is asked for.
+        return rows.filter(~F.col(DELETED)).select(*rows.columns, FILE, PLACE)
 
     def _apart(self, stage: Stage, step: Step) -> DataFrame | None:
         """What gone files and those that came do not have in common; None when not told cheaply."""
@@ -300,6 +315,7 @@ class Changelog:
         few = identifiers.few(some)
         gone = self._spark.createDataFrame(some, gone.schema) if few else gone.localCheckpoint()
         bounds = identifiers.bounds(gone, some, stage.schema_json)
+        gone = F.broadcast(gone) if few or gone.count() <= _BROADCAST_MAX else gone
         files = self._table.holding(newer.id, bounds)
         rows = self._read(stage, files)
         if rows is None:
@@ -343,7 +359,12 @@ class Changelog:
         )
         row = F.struct(*(F.col(place).alias(name) for place, name in there))
         if shape.key:
-            key = F.struct(*(F.col(place).alias(place) for place in shape.key))
+            # To Spark both zeros are one; as identifiers they are two.
+            zeros = [place for place in shape.key if isinstance(kinds[place], _FLOATS)]
+            key = F.struct(
+                *(F.col(place).alias(place) for place in shape.key),
+                *(_is_negative_zero(F.col(place)).alias(f"-0 {place}") for place in zeros),
+            )
             document_id = _document_id([(F.col(place), kinds[place]) for place in shape.key])
         elif shape.by_row_id:
             key = F.struct(F.col(ROW_ID).alias(ROW_ID))
@@ -360,7 +381,9 @@ class Changelog:
         )
 
     def _as_events(self, found: DataFrame, snapshot: Snapshot) -> DataFrame:
-        action = F.when(F.col(OPERATION) == DELETE, DELETE).otherwise(INDEX)
+        action = F.when(F.col(OPERATION) == DELETE, DELETE).when(
+            F.col(OPERATION) != UPDATE_BEFORE, INDEX
+        )
         return found.select(
             F.col(OPERATION),
             F.lit(self.history.name).alias(TABLE),
@@ -425,18 +448,20 @@ def _one_of(sign: int) -> Column:
     return F.max_by(F.struct(ROW, DOCUMENT_ID), F.when(F.col(_SIGN) == sign, F.col("h1")))
 
 
-def _as_operations(found: DataFrame) -> DataFrame:
-    """One change for each identity, by what it was and is."""
+def _as_operations(found: DataFrame, with_before: bool) -> DataFrame:
+    """One change for each identity, by what it was and is; `with_before` two of an update."""
     operation = (
         F.when(F.col("after").isNull(), DELETE)
         .when(F.col("before").isNull(), INSERT)
         .otherwise(UPDATE_AFTER)
     )
-    chosen = F.coalesce("after", "before")
-    return found.select(
-        operation.alias(OPERATION),
-        chosen.getField(ROW).alias(ROW),
-        chosen.getField(DOCUMENT_ID).alias(DOCUMENT_ID),
+    told = F.struct(operation.alias(OPERATION), F.coalesce("after", "before").alias("told"))
+    if with_before:
+        earlier = F.struct(F.lit(UPDATE_BEFORE).alias(OPERATION), F.col("before").alias("told"))
+        updated = operation == UPDATE_AFTER
+        told = F.explode(F.when(updated, F.array(earlier, told)).otherwise(F.array(told)))
+    return found.select(told.alias("event")).select(
+        *(f"event.{OPERATION}", f"event.told.{ROW}", f"event.told.{DOCUMENT_ID}")
     )
 
 
@@ -512,10 +537,20 @@ def _told(value: Column, kind: T.DataType) -> Column:
     return F.struct(value.isNull(), value)
 
 
+def _is_negative_zero(value: Column) -> Column:
+    """Whether it is -0.0, which Spark groups and hashes as 0.0."""
+    return F.coalesce((value == 0) & value.cast("string").startswith("-"), F.lit(False))
+
+
 def _comparable(value: Column, kind: T.DataType) -> Column:
-    """The value in a form that can be compared and hashed: maps and variants cannot."""
-    if not _has_map(kind):
+    """The value in a form that can be compared by its bits and hashed.
+
+    Maps and variants cannot, and both zeros would be one.
+    """
+    if _is_comparable(kind):
         return value
+    if isinstance(kind, _FLOATS):
+        return F.struct(value.alias("value"), _is_negative_zero(value).alias("negative"))
     if isinstance(kind, T.MapType):
         entries = F.transform(
             F.map_entries(value),
@@ -540,8 +575,10 @@ def _comparable(value: Column, kind: T.DataType) -> Column:
 
 def _comparable_kind(kind: T.DataType) -> T.DataType:
     """The type of what `_comparable` makes of a value."""
-    if not _has_map(kind):
+    if _is_comparable(kind):
         return kind
+    if isinstance(kind, _FLOATS):
+        return T.StructType().add("value", kind).add("negative", T.BooleanType())
     if isinstance(kind, T.MapType):
         entry = T.StructType().add("key", kind.keyType)
         return T.ArrayType(entry.add("value", _comparable_kind(kind.valueType)))
@@ -553,12 +590,12 @@ def _comparable_kind(kind: T.DataType) -> T.DataType:
     return T.StringType()
 
 
-def _has_map(kind: T.DataType) -> bool:
+def _is_comparable(kind: T.DataType) -> bool:
     if isinstance(kind, T.ArrayType):
-        return _has_map(kind.elementType)
+        return _is_comparable(kind.elementType)
     if isinstance(kind, T.StructType):
-        return any(_has_map(field.dataType) for field in kind.fields)
-    return isinstance(kind, T.MapType | T.VariantType)
+        return all(_is_comparable(field.dataType) for field in kind.fields)
+    return not isinstance(kind, T.MapType | T.VariantType | _FLOATS)
 
 
 def _document_id(parts: Sequence[tuple[Column, T.DataType]]) -> Column:

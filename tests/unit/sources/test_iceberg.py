@@ -3,10 +3,9 @@
 import json
 
 import pytest
-from pyiceberg.types import LongType, StringType
 
 from icestream.errors import ConfigInvalid
-from icestream.schema import Column
+from icestream.sinks.opensearch.mapping import properties
 from icestream.sources.iceberg import (
     IcebergSourceOptions,
     IcebergTableOptions,
@@ -16,15 +15,26 @@ from icestream.sources.iceberg import (
 )
 
 
-def test_columns_of_unknown_types_are_left_to_themselves():
-    """O10: a type that only newer readers know does not stop a table."""
+def test_columns_of_unknown_types_may_hold_anything():
+    """O10, Mend g6: an index keeps them and guesses nothing, beside fields that are known."""
+    parts = [
+        {"id": 4, "name": "v", "required": False, "type": "variant"},
+        {"id": 5, "name": "note", "required": False, "type": "string"},
+    ]
+    many = {"type": "list", "element-id": 7, "element": "variant", "element-required": False}
     fields = [
         {"id": 1, "name": "id", "required": True, "type": "long"},
         {"id": 2, "name": "anything", "required": False, "type": "variant"},
-        {"id": 3, "name": "note", "required": False, "type": "string"},
+        {"id": 3, "name": "inner", "required": False, "type": {"type": "struct", "fields": parts}},
+        {"id": 6, "name": "many", "required": False, "type": many},
     ]
     found = _columns(json.dumps({"type": "struct", "schema-id": 0, "fields": fields}))
-    assert found == [Column(name="id", type=LongType()), Column(name="note", type=StringType())]
+    assert [each.name for each in found] == ["id", "anything", "inner", "many"]
+    mapping, kept = properties(found), {"type": "object", "enabled": False}
+    assert mapping["id"] == {"type": "long"}
+    assert mapping["anything"] == mapping["many"] == kept
+    assert mapping["inner"]["properties"]["v"] == kept
+    assert mapping["inner"]["properties"]["note"]["type"] == "text"
 
 
 def test_a_partition_names_a_table_that_may_have_blanks():
