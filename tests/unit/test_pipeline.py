@@ -1231,6 +1231,7 @@ def test_a_commit_that_is_waited_for_can_be_stopped(monkeypatch):
     """U2, Mend f2: in good order; the next start finds out what became of it."""
     # A pause that nobody would wait for.
     monkeypatch.setattr(icestream.patience, "RETRY_SECONDS", 3600.0)
+    monkeypatch.setattr(icestream.patience, "RETRY_SECONDS_MAX", 3600.0)  # the same
     scene = Scene("aa", [2])
     sink = scene.sink()
     pipeline = Pipeline("p", scene.source, sink, Cadence(), scene.workers)
@@ -1241,7 +1242,10 @@ def test_a_commit_that_is_waited_for_can_be_stopped(monkeypatch):
 
     # What a catalog that is away does.
     monkeypatch.setattr(sink, "commit", away)
-    pipeline.run()
+    thread = threading.Thread(target=pipeline.run, daemon=True)
+    thread.start()
+    thread.join(DEADLINE_SECONDS)
+    assert not thread.is_alive()
     assert pipeline.health.to_json()["state"] == State.ENDED
     scene.run()
     assert scene.positions("a") == [0, 1]
