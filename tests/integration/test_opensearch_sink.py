@@ -13,9 +13,14 @@ from prometheus_client import REGISTRY
 from pyiceberg.types import (
     DecimalType,
     DoubleType,
+    FloatType,
+    IcebergType,
     IntegerType,
+    ListType,
     LongType,
+    NestedField,
     StringType,
+    StructType,
     TimestamptzType,
 )
 
@@ -182,7 +187,7 @@ def test_an_index_is_created_with_the_tables_types(node: OpenSearch) -> None:
         "name": "text",
         "price": "keyword",
         "ratio": "double",
-        "count": "integer",
+        "count": "long",
         "at": "date",
     }
     (template,) = ask(node, "GET", "/_index_template")["index_templates"]
@@ -256,6 +261,68 @@ def test_a_template_of_the_same_priority_is_named(node: OpenSearch) -> None:
         sink.prepare(TABLE, shape)
     assert "own" in str(refused.value)
     assert "priority above 0" in str(refused.value.hint)
+
+
+def test_columns_that_are_widened_still_fit_their_fields(node: OpenSearch) -> None:
+    """O7, O10, Mend g2: int to long and float to double, at any depth, need no other mapping."""
+
+    def columns(whole: IcebergType, real: IcebergType) -> TableShape:
+        inner = StructType(NestedField(1, "whole", whole), NestedField(2, "real", real))
+        return TableShape(
+            columns=[
+                Column(name="whole", type=whole),
+                Column(name="real", type=real),
+                Column(name="inner", type=ListType(3, inner)),
+            ],
+            key=["whole"],
+        )
+
+    sink = sink_on(node)
+    sink.claim([TABLE])
+    sink.prepare(TABLE, lambda: columns(IntegerType(), FloatType()))
+    commit(sink, 1)
+    sink.prepare(TABLE, lambda: columns(LongType(), DoubleType()))
+    large = {"whole": 2**40, "real": 1e300}
+    commit(sink, 2, changes(["a"], version=2, **large, inner=[large]))
+    ask(node, "POST", "/shop.orders/_refresh")
+    for name in ("whole", "real", "inner.whole", "inner.real"):
+        query = {"query": {"range": {name: {"gte": 2**39}}}}
+        found = ask(node, "GET", "/shop.orders/_search", query)["hits"]["hits"]
+        assert [hit["_id"] for hit in found] == ["a"], name
+
+
+def of_an_earlier_version(node: OpenSearch) -> None:
+    """An index in which an int column is an integer."""
+    own = {"mappings": {"properties": {"count": {"type": "integer"}}}}
+    ask(node, "PUT", "/shop.orders", own)
+
+
+def widened() -> TableShape:
+    kept = [column for column in COLUMNS if column.name != "count"]
+    return TableShape(columns=[*kept, Column(name="count", type=LongType())], key=["id"])
+
+
+def test_a_narrow_index_takes_all_values_that_fit_and_names_the_way_out_for_others(
+    node: OpenSearch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """O7, O10, E10, Mend g2: an index that an earlier version made, whose column is widened."""
+    of_an_earlier_version(node)
+    sink = started(node)
+    assert "hold less" not in caplog.text
+    assert sink.prepare(TABLE, widened)
+    assert "fields ['count'] hold less" in caplog.text
+    commit(sink, 1, changes(["a"], version=1, count=5))
+    with pytest.raises(DataRejected) as refused:
+        send(sink, changes(["b"], version=2, count=2**40), 2)
+    assert "[count] of type [integer]" in str(refused.value.detail)
+    assert "delete the index and the pipeline's progress" in str(refused.value.hint)
+    for path in ("shop.orders", "icestream-progress/_doc/pipe"):
+        ask(node, "DELETE", f"/{path}")
+    sink = sink_on(node)
+    sink.claim([TABLE])
+    sink.prepare(TABLE, widened)
+    commit(sink, 1, changes(["a", "b"], version=2, count=2**40))
+    assert count(node) == 2
 
 
 def test_new_columns_reach_an_index_that_exists(node: OpenSearch, proxy: Proxy) -> None:
@@ -390,6 +457,24 @@ def test_a_document_that_is_refused_becomes_a_dead_letter_once(node: OpenSearch)
     assert json.loads(letter["document"]) == {"id": True, "name": "v5"}
     assert letter["error_type"] == "mapper_parsing_exception"
     assert mapping(node, "shop.orders__dead_letters")["dynamic"] == "false"
+
+
+def test_an_update_that_became_a_dead_letter_leaves_no_old_document(node: OpenSearch) -> None:
+    """E10, O12, Mend g2: also when the epoch is sent again; the next good update brings it back."""
+    sink = started(node, on_error="dead_letter")
+    commit(sink, 1, changes(["a", "b", "c"], version=1))
+    refused = changes(["a", "b", "new"], version=2, poison="b")
+    send(sink, refused, 2)
+    assert document(node, "b")["found"] is False
+    # The run dies, and its successor sends the epoch again.
+    sink = started(node, on_error="dead_letter")
+    commit(sink, 2, refused)
+    assert {hit["_id"] for hit in searched(node, "shop.orders")} == {"a", "c", "new"}
+    (letter,) = searched(node, "shop.orders__dead_letters")
+    assert (letter["_source"]["document_id"], letter["_source"]["version"]) == ("b", 2)
+    assert json.loads(letter["_source"]["document"]) == {"id": True, "name": "v2"}
+    commit(sink, 3, changes(["b"], version=3))
+    assert document(node, "b")["_source"]["name"] == "v3"
 
 
 @pytest.mark.parametrize(

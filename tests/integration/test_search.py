@@ -20,6 +20,7 @@ from icestream.errors import (
     DataRejected,
     HistoryLost,
     ProgressLost,
+    RolledBack,
     TargetUnavailable,
 )
 from icestream.failpoints import FailpointError
@@ -376,7 +377,7 @@ def test_rows_without_identity_are_inserted_and_never_deleted(
     with pytest.raises(DataRejected) as refused:
         search.run()
     assert "identifier_columns" in str(refused.value.hint)
-    assert search.positions() == durable
+    assert search.positions() == {TABLE: [*durable[TABLE], search.sequence_number()]}
     assert len(search.documents()) == 4
 
 
@@ -495,6 +496,13 @@ def test_rows_that_share_an_identifier_have_a_document_until_the_last_is_gone(
     assert "shared their identifiers" in caplog.text
 
 
+def load_anew(search: Search) -> None:
+    """The way out of most trouble: without progress and index the table is loaded again."""
+    search.ask("DELETE", f"/icestream-progress/_doc/{PIPELINE}")
+    search.ask("DELETE", f"/{TABLE}")
+    search.run()
+
+
 def test_a_null_in_an_identifier_column_stops_the_pipeline(search: Search) -> None:
     """O9, O12: with an error that says so, and nothing is acknowledged."""
     search.create()
@@ -506,10 +514,10 @@ def test_a_null_in_an_identifier_column_stops_the_pipeline(search: Search) -> No
         search.run()
     assert "null" in str(refused.value.detail)
     assert "never null" in str(refused.value.hint)
-    assert search.positions() == durable
+    # The choice of the snapshot is durable, and nothing of it.
+    assert search.positions() == {TABLE: [*durable[TABLE], search.sequence_number()]}
     search.sql(f"DELETE FROM {TABLE} WHERE id IS NULL")
-    search.source["net_changes"] = True
-    search.run()
+    load_anew(search)
     search.assert_equal()
 
 
@@ -692,9 +700,10 @@ def test_a_run_that_died_anywhere_is_made_good_by_the_next(
     search.create()
     search.insert(1, 2)
     search.run()
-    commit = 3 if net else 2
-    points = [f"before-swap=error@{commit}", f"after-swap=error@{commit}"]
-    points += [] if net else ["after-claim=error", "after-write=error@1", "after-commit=error"]
+    # The claim and the choice of a snapshot come first.
+    points = ["before-swap=error@3", "after-swap=error@3", "after-claim=error"]
+    points += ["after-write=error@1", "after-write=error@2", "after-commit=error@1"]
+    points += ["after-commit=error@2"]
     for number, point in enumerate(points, start=10):
         search.insert(number)
         fail(point)
@@ -706,6 +715,86 @@ def test_a_run_that_died_anywhere_is_made_good_by_the_next(
         search.run()
         search.assert_equal()
         assert search.versions() == {"1": search.sequence_number(), "2": 1}
+
+
+@pytest.fixture
+def died_with_documents(
+    search: Search, proxy: Proxy, fail: Callable[[str], None]
+) -> Callable[[], None]:
+    """Runs until documents were sent, and dies before they are durable."""
+
+    def die() -> None:
+        search.url = proxy.url
+        proxy.on("POST", "_bulk").call_before(lambda: fail("before-publish=error"))
+        with pytest.raises(FailpointError):
+            search.run()
+        fail("")
+
+    return die
+
+
+def rolled_back_unfinished(search: Search, die: Callable[[], None]) -> None:
+    """An update of row 1 is sent, never becomes durable, and is undone."""
+    search.create()
+    search.insert(1)
+    search.run()
+    kept = search.snapshot_ids()[-1]
+    search.sql(f"UPDATE {TABLE} SET name = 'undone' WHERE id = 1")
+    die()
+    assert search.documents()["1"]["name"] == "undone"
+    search.sql(f"CALL system.rollback_to_snapshot('{TABLE}', {kept})")
+
+
+@pytest.mark.parametrize("net", [False, True])
+def test_documents_of_a_snapshot_that_was_rolled_back_unfinished_do_not_stay(
+    search: Search, died_with_documents: Callable[[], None], net: bool
+) -> None:
+    """O6, O12, E7, Mend i2: the next run stops; the way out that it names loads the table anew."""
+    search.source["net_changes"] = net
+    rolled_back_unfinished(search, died_with_documents)
+    search.insert(6)
+    with pytest.raises(RolledBack) as stopped:
+        search.run()
+    assert "sequence number 2" in str(stopped.value.detail)
+    assert "loaded anew" in str(stopped.value.hint)
+    load_anew(search)
+    search.assert_equal()
+    assert set(search.documents()) == {"1", "6"}
+
+
+def test_a_snapshot_that_was_rolled_back_unfinished_goes_on_when_it_comes_back(
+    search: Search, died_with_documents: Callable[[], None]
+) -> None:
+    """O6, O12, Mend i2: the other way out; what was sent is sent again and finished."""
+    rolled_back_unfinished(search, died_with_documents)
+    with pytest.raises(RolledBack) as stopped:
+        search.run()
+    assert "Roll the branch forward again" in str(stopped.value.hint)
+    undone = search.snapshot_ids()[-1]
+    search.sql(f"CALL system.set_current_snapshot('{TABLE}', {undone})")
+    search.insert(6)
+    search.run()
+    search.assert_equal()
+    assert search.documents()["1"]["name"] == "undone"
+
+
+def test_a_step_over_several_snapshots_is_finished_when_steps_become_single(
+    search: Search, died_with_documents: Callable[[], None]
+) -> None:
+    """O2, O12, Mend i2: versions of the larger step are never met by smaller ones."""
+    search.source["net_changes"] = True
+    search.create()
+    search.insert(1, 2, 3)
+    search.run()
+    search.sql(f"UPDATE {TABLE} SET name = 'second' WHERE id = 1")
+    search.sql(f"UPDATE {TABLE} SET name = 'third' WHERE id = 1")
+    died_with_documents()
+    search.source["net_changes"] = False
+    search.sql(f"UPDATE {TABLE} SET name = 'fourth' WHERE id = 1")
+    before = sent()
+    search.run()
+    search.assert_equal()
+    assert since(before) == {"indexed": 2}
 
 
 @pytest.mark.parametrize("point", ["before-swap=error@3", "after-write=error@2"])

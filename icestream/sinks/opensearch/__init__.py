@@ -72,7 +72,7 @@ class _State:
 
     progress: Progress
     indices: dict[str, Index] = field(default_factory=dict)
-    mapped: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    mapped: dict[str, Sequence[Column]] = field(default_factory=dict)
 
 
 class OpenSearchSink:
@@ -113,10 +113,10 @@ class OpenSearchSink:
             if found is not None:
                 state.indices[table] = found
             return found is not None
-        wanted = properties(known.columns)
-        if state.mapped.get(table) == wanted and table in state.indices:
+        columns = list(known.columns)
+        if state.mapped.get(table) == columns and table in state.indices:
             return True
-        own = self._offer_mapping(index, wanted)
+        own = self._offer_mapping(index, properties(columns))
         found = self._found(table, index)
         if found is None:
             create_index(self._client, index)
@@ -127,8 +127,8 @@ class OpenSearchSink:
         if self._options.on_error == DEAD_LETTER:
             self._install_template(dead_letters(found.name), _DEAD_LETTERS, {})
         self._remember_deletes(found.name)
-        self._complete(found.name, wanted)
-        state.indices[table], state.mapped[table] = found, wanted
+        self._complete(found.name, columns)
+        state.indices[table], state.mapped[table] = found, columns
         return True
 
     def evolve(self, table: str, columns: Sequence[Column]) -> None:
@@ -330,17 +330,20 @@ class OpenSearchSink:
         if answer.status != OK:
             log.warning("could not set index.gc_deletes: %s", answer.reason)
 
-    def _complete(self, index: str, wanted: Mapping[str, Any]) -> None:
+    def _complete(self, index: str, columns: Sequence[Column]) -> None:
         """Add the fields that the index lacks, where its owner leaves that to others."""
         path = f"/{quote(index, safe='')}/_mapping"
         mapping = self._mapping(self._client.call("GET", path), index)
         present = mapping.get("properties", {})
-        small = narrower(wanted, present)
+        small = narrower(columns, present)
         if small:
             log.warning(
-                "fields %s hold less than the table's columns", small, extra={"index": index}
+                "fields %s hold less than the table's columns: a value that does not fit is "
+                "refused, or not found by searches",
+                small,
+                extra={"index": index},
             )
-        lacking = missing(wanted, present)
+        lacking = missing(properties(columns), present)
         free = str(mapping.get("dynamic", "true")).lower() == "true"
         if not lacking or not free or mapping.get("dynamic_templates"):
             return

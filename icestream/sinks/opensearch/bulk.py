@@ -9,6 +9,9 @@ column's memory. Every operation carries the row's Iceberg sequence number as an
 the same change again is accepted and changes nothing, an older one is answered with a conflict and
 counted as superseded. So a task may run twice, or long after a newer run has taken over.
 
+A dead letter takes its document out of the index: what stood there before is no longer true. The
+letter is kept first, and the delete has the version of the change; so a second time does the same.
+
 The obvious wrong way is to send documents without versions and let the last one win: a task that
 was given up and wakes up later would bring old documents back.
 """
@@ -295,8 +298,10 @@ class _Sending:
                 detail=gone[0].reason,
                 hint="Restore it, or start again to see what can be done.",
             )
-        if self._options.on_error == DEAD_LETTER:
+        refused_deletes = [one for one in failures if self._deletes[one.row]]
+        if self._options.on_error == DEAD_LETTER and not refused_deletes:
             self._keep(failures)
+            self._take_out(failures)
             self._tally.dead_letters += len(failures)
             return
         first = failures[0]
@@ -306,8 +311,10 @@ class _Sending:
         raise DataRejected(
             f"index {self._index} refuses document {id_ if id_ is None else id_[:100]}{others}",
             detail=f"{first.kind}: {shown}",
-            hint="Correct the mapping or the row, or set `on_error: dead_letter` to keep such "
-            f"documents in index {dead_letters(self._index)}.",
+            hint="The type of a field cannot be changed: delete the index and the pipeline's "
+            "progress, so that all is loaded anew into an index with a mapping that takes it; or "
+            "set `on_error: dead_letter` to keep such documents in index "
+            f"{dead_letters(self._index)} instead.",
         )
 
     def _keep(self, failures: Sequence[Failure]) -> None:
@@ -325,14 +332,34 @@ class _Sending:
         rows = pa.array([one.row for one in failures])
         changes = self._changes.take(rows).to_pylist()
         letters = [self._letter(one, change) for one, change in zip(failures, changes, strict=True)]
-        column = pa.array(letters, _TEXT)
-        kept = _Keeping(self._client, dead_letters(self._index), self._patience)
-        bounds = cut(
-            offsets(column), self._options.bulk_bytes_max, self._options.bulk_documents_max
+        # A letter that is there already stays.
+        self._insist(dead_letters(self._index), pa.array(letters, _TEXT), "keep dead letters in")
+
+    def _take_out(self, failures: Sequence[Failure]) -> None:
+        """Delete the documents whose changes became dead letters: they show what was before."""
+        rows = np.array([one.row for one in failures], np.int64)
+        ids = self._changes.column(ID)
+        named = _legal_ids(ids) & pc.is_valid(ids).to_numpy(zero_copy_only=False)
+        rows = rows[named[rows]]
+        changes = self._changes.take(pa.array(rows))
+        deletes = {
+            OP: pa.array(np.full(len(rows), int(Op.DELETE)), pa.int8()),
+            AT: changes.column(AT),
+            ID: changes.column(ID),
+            DOCUMENT: pa.nulls(len(rows), _TEXT),
+        }
+        lines = bulk_lines(pa.record_batch(deletes))
+        newer = self._insist(self._index, lines, "delete what was refused from")
+        self._tally.superseded += newer
+
+    def _insist(self, index: str, lines: pa.Array, what: str) -> int:
+        """Send lines until each is taken; the number of those that met a newer version."""
+        sending = _Insisting(self._client, index, self._patience, what)
+        whole = Batch(lines, np.arange(len(lines)))
+        limits = self._options.bulk_bytes_max, self._options.bulk_documents_max
+        return sum(
+            sending.send(whole.span(start, end)) for start, end in cut(offsets(lines), *limits)
         )
-        whole = Batch(column, np.arange(len(letters)))
-        for start, end in bounds:
-            kept.send(whole.span(start, end))
 
     def _letter(self, failure: Failure, change: Mapping[str, object]) -> str:
         """The lines that index a dead letter, under an id that the same failure has again."""
@@ -354,17 +381,18 @@ class _Sending:
 
 
 @dataclass(frozen=True, slots=True)
-class _Keeping:
-    """The way of dead letters into their index: a letter that is there already stays."""
+class _Insisting:
+    """The way of lines that no node has a reason to refuse."""
 
     client: Client
     index: str
     patience: Patience
+    what: str
 
-    def send(self, batch: Batch) -> None:
-        """Send until every letter is there."""
+    def send(self, batch: Batch) -> int:
+        """Send until every line is taken; the number of conflicts that were met."""
+        conflicts = 0
         while len(batch):
-            error = TargetUnavailable(f"could not keep dead letters in index {self.index}")
             try:
                 answer = self.client.ask(
                     "POST", f"/{quote(self.index, safe='')}/_bulk?{_FILTER}", batch.body(), LINES
@@ -376,20 +404,25 @@ class _Keeping:
                 self.patience.wait(unavailable(answer))
                 continue
             if answer.status != OK:
-                raise DataRejected(
-                    f"dead letters cannot be kept in index {self.index}", detail=answer.reason
-                )
+                raise self._failed(answer.reason)
             items = read_items(answer, batch.rows)
+            conflicts += len(items.superseded)
             if items.failures:
                 wrong = items.failures[0]
-                raise DataRejected(
-                    f"dead letters cannot be kept in index {self.index}",
-                    detail=f"{wrong.kind}: {_QUOTED_VALUE.sub('', wrong.reason)}",
-                    hint="Delete that index, or correct its mapping.",
-                )
+                raise self._failed(f"{wrong.kind}: {_QUOTED_VALUE.sub('', wrong.reason)}")
             batch = batch.part(items.again)
             if len(batch):
-                self.patience.wait(error)
+                self.patience.wait(
+                    TargetUnavailable(f"could not {self.what} index {self.index}", detail=items.why)
+                )
+        return conflicts
+
+    def _failed(self, reason: str) -> DataRejected:
+        return DataRejected(
+            f"cannot {self.what} index {self.index}",
+            detail=reason,
+            hint="Correct its mapping and settings, or delete that index.",
+        )
 
 
 def read_items(answer: Answer, rows: np.ndarray) -> Items:

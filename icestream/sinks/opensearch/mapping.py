@@ -1,7 +1,8 @@
 """What an index must know of a table's columns, so that OpenSearch does not guess it from values.
 
 A guess makes doubles floats and timestamps plain text. Only what an index lacks is added; what is
-mapped there already stays as its owner wants it.
+mapped there already stays as its owner wants it. The type of a field can never be changed, so a
+column that may be widened later, int to long or float to double, has the wide type from the start.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,10 +38,10 @@ from icestream.schema import Column
 _DATE = {"type": "date", "format": "strict_date_optional_time"}
 _LEAVES: dict[type, dict[str, Any]] = {
     BooleanType: {"type": "boolean"},
-    IntegerType: {"type": "integer"},
+    IntegerType: {"type": "long"},
     LongType: {"type": "long"},
     # JSON has no NaN and no infinity: they come as text, which stays in the source unindexed.
-    FloatType: {"type": "float", "ignore_malformed": True},
+    FloatType: {"type": "double", "ignore_malformed": True},
     DoubleType: {"type": "double", "ignore_malformed": True},
     # OpenSearch has no exact decimal.
     DecimalType: {"type": "keyword"},
@@ -61,8 +62,13 @@ _LEAVES: dict[type, dict[str, Any]] = {
 }
 # Values of these hold no fields.
 _SCALARS = {leaf["type"] for leaf in _LEAVES.values()}
-# Types of an index that do not hold every value of another type.
-_NARROWER = {("integer", "long"), ("float", "double")}
+# Types of an index that do not hold every value of a column.
+_TOO_NARROW: dict[type, set[str]] = {
+    IntegerType: {"byte", "short"},
+    LongType: {"byte", "short", "integer"},
+    FloatType: {"half_float"},
+    DoubleType: {"half_float", "float"},
+}
 
 
 def field_mapping(kind: IcebergType) -> dict[str, Any]:
@@ -118,13 +124,19 @@ def missing(
     return lacking
 
 
-def narrower(wanted: Mapping[str, Any], present: Mapping[str, Any], path: str = "") -> list[str]:
-    """The fields that an index holds in a type that some values of the table do not fit."""
-    found = []
-    for name, field in wanted.items():
-        here = present.get(name, {})
-        if (here.get("type"), field.get("type")) in _NARROWER:
-            found.append(path + name)
-        if "properties" in field and "properties" in here:
-            found += narrower(field["properties"], here["properties"], f"{path}{name}.")
-    return found
+def narrower(columns: Sequence[Column], present: Mapping[str, Any]) -> list[str]:
+    """The fields of an index whose types do not hold every value of the table's columns."""
+    fields = [(column.name, column.type) for column in columns if not column.absent]
+    return [path for name, kind in fields for path in _narrower(kind, present, name)]
+
+
+def _narrower(kind: IcebergType, present: Mapping[str, Any], path: str) -> list[str]:
+    if isinstance(kind, ListType):
+        return _narrower(kind.element_type, present, path)
+    if isinstance(kind, StructType):
+        inner = [(field.field_type, f"{path}.{field.name}") for field in kind.fields]
+        return [found for each, below in inner for found in _narrower(each, present, below)]
+    here: Mapping[str, Any] = {"properties": present}
+    for part in path.split("."):
+        here = here.get("properties", {}).get(part, {})
+    return [path] if here.get("type") in _TOO_NARROW.get(type(kind), ()) else []

@@ -13,7 +13,9 @@ that are there with `net_changes`.
 What a run sends may be seen before its progress is. A run that takes over must send the same again
 or more, never less: a row that came and went between two choices of a snapshot would stay for ever.
 So the choice itself is made durable first, by an epoch without changes: `(number, 0, 0)` before a
-load, `(number, 1, aim)` before a difference over several snapshots.
+load, `(number, 1, aim)` before the changes up to the snapshot of the number `aim`. When the branch
+is rolled back to before a snapshot that was chosen, the run that takes over stops: documents of
+that snapshot may be there, and nobody knows which.
 """
 
 import json
@@ -336,13 +338,13 @@ class IcebergSource(Source):
         if state == _LOADING:
             # What came since the load began is there as well.
             loading = self._load_positions(each, history.at(branch, number), rest.pop())
+        if rest:
+            # Raises when the snapshot that was chosen is no longer there.
+            history.at(branch, rest[0])
         newer = self._newer(each, number)
         for snapshot in newer:
             self._times[each.name, snapshot.sequence_number] = snapshot.time_ms
-        ahead = [snapshot.sequence_number for snapshot in newer]
-        if self._options.net_changes:
-            return [*loading, *_aimed(number, rest, ahead)]
-        return [*loading, *((found, _FOLLOWING) for found in ahead)]
+        return [*loading, *_aimed(number, rest, newer, self._options.net_changes)]
 
     def _newer(self, each: _Followed, number: int) -> list[Snapshot]:
         """The snapshots after the one of this number."""
@@ -450,12 +452,19 @@ def _called_otherwise(name: str, before: str, now: str) -> ConfigInvalid:
     )
 
 
-def _aimed(number: int, aim: Sequence[int], ahead: Sequence[int]) -> list[Position]:
-    """The way to the newest snapshot in one step, after one that another run has begun."""
+def _aimed(number: int, aim: Sequence[int], newer: Sequence[Snapshot], net: bool) -> list[Position]:
+    """The way to the newest snapshot, one by one or in one step, each chosen before it is taken.
+
+    What another run has chosen comes first. A snapshot that keeps all rows sends nothing.
+    """
     positions: list[Position] = [(aim[0], _FOLLOWING)] if aim else []
     at = aim[0] if aim else number
-    if ahead and ahead[-1] > at:
-        positions += [(at, _FOLLOWING, ahead[-1]), (ahead[-1], _FOLLOWING)]
+    ahead = [snapshot for snapshot in newer if snapshot.sequence_number > at]
+    for snapshot in ahead[-1:] if net else ahead:
+        if net or not snapshot.keeps_rows:
+            positions.append((at, _FOLLOWING, snapshot.sequence_number))
+        at = snapshot.sequence_number
+        positions.append((at, _FOLLOWING))
     return positions
 
 

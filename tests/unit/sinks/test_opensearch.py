@@ -14,6 +14,7 @@ from pyiceberg.types import (
     BinaryType,
     DecimalType,
     DoubleType,
+    FloatType,
     IntegerType,
     ListType,
     LongType,
@@ -310,13 +311,39 @@ def test_a_refusal_names_the_first_document_and_how_many_without_its_value(monke
 def test_dead_letters_are_sent_again_under_the_same_id():
     """E10: a replay finds its dead letter there."""
     refusal = items({"b": (400, "mapper_parsing_exception")})
-    with StandIn([refusal, status(429), items({}), refusal]) as stand_in:
+    with StandIn([refusal, status(429), items({}), items({}), refusal]) as stand_in:
         for _ in range(2):
             report = write(stand_in, changes(["a", "b"]), on_error="dead_letter")
             assert (report["indexed"], report["dead_letters"]) == (1, 1)
     letters = [asked for asked in stand_in.asked if "dead_letters" in asked.path]
     assert len({tuple(asked.ids()) for asked in letters}) == 1
     assert all("create" in asked.lines()[0] for asked in letters)
+
+
+def test_a_letter_is_kept_before_its_document_is_deleted_with_the_same_version():
+    """E10, O12, Mend g2: nothing is in neither place; a newer document stays and is counted."""
+    refusal = items({"b": (400, "mapper_parsing_exception"), "c": (400, "other")})
+    newer = items({"c": (409, "version_conflict_engine_exception")})
+    answers = [refusal, items({}), status(429), newer]
+    with StandIn(answers) as stand_in:
+        report = write(stand_in, changes(["a", "b", "c"]), on_error="dead_letter")
+    paths = [asked.path.split("/")[1] for asked in stand_in.asked]
+    assert paths == ["orders", "orders__dead_letters", "orders", "orders"]
+    external = {"version": 7, "version_type": "external_gte"}
+    assert stand_in.asked[-1].lines() == [
+        {"delete": {"_id": "b", **external}},
+        {"delete": {"_id": "c", **external}},
+    ]
+    counts = {"indexed": 1, "deleted": 0, "superseded": 1, "dead_letters": 2}
+    assert {name: report[name] for name in counts} == counts
+
+
+def test_a_delete_that_is_refused_never_becomes_a_letter():
+    """E10, Mend g2: its document would stay as if it were true."""
+    refusal = items({"b": (400, "other")})
+    with StandIn([refusal]) as stand_in, pytest.raises(DataRejected, match="document b"):
+        write(stand_in, changes(["a", "b"], deletes=["b"]), on_error="dead_letter")
+    assert len(stand_in.asked) == 1
 
 
 @pytest.mark.parametrize("code", [401, 403])
@@ -537,7 +564,7 @@ def test_columns_become_fields_of_the_type_that_holds_their_values():
         "at": {"type": "date", "format": "strict_date_optional_time"},
         "raw": {"type": "binary"},
         "tags": {"type": "long"},
-        "home": {"properties": {"city": text, "zip": {"type": "integer"}}},
+        "home": {"properties": {"city": text, "zip": {"type": "long"}}},
         "extra": {"type": "object"},
         "a": {"properties": {"b": {"type": "long"}}},
     }
@@ -555,9 +582,41 @@ def test_only_what_an_index_lacks_is_added():
         "home": {"properties": {"city": {"type": "keyword"}, "zip": {"type": "integer"}}},
     }
     assert missing(wanted, present) == {"new": {"type": "long"}}
-    assert narrower(wanted, present) == ["home.zip"]
     deeper = {"home": {"properties": {"street": {"type": "text"}}}}
     assert missing(deeper, present) == deeper
+
+
+@pytest.mark.parametrize(
+    ("kind", "holds", "too_small"),
+    [
+        (IntegerType(), {"integer", "long", "keyword"}, {"short", "byte"}),
+        (LongType(), {"long", "keyword"}, {"integer", "short"}),
+        (FloatType(), {"float", "double"}, {"half_float"}),
+        (DoubleType(), {"double"}, {"float"}),
+        (StringType(), {"text"}, set()),
+    ],
+    ids=str,
+)
+def test_fields_that_hold_less_than_their_columns_are_known(kind, holds, too_small):
+    """O10, Mend g2: at any depth; an index that an earlier version made holds what it held."""
+    nested = StructType(NestedField(1, "list", ListType(2, kind)))
+    columns = [
+        Column(name="plain", type=kind),
+        Column(name="a.b", type=kind),
+        Column(name="home", type=nested),
+        Column(name="gone", type=kind, absent=True),
+        Column(name="elsewhere", type=kind),
+    ]
+    for held in holds | too_small:
+        field = {"type": held}
+        present = {
+            "plain": field,
+            "gone": field,
+            "a": {"properties": {"b": field}},
+            "home": {"properties": {"list": field}},
+        }
+        expected = ["plain", "a.b", "home.list"] if held in too_small else []
+        assert narrower(columns, present) == expected, held
 
 
 @pytest.mark.parametrize(

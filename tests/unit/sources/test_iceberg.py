@@ -5,6 +5,7 @@ import json
 import pytest
 
 from icestream.errors import ConfigInvalid
+from icestream.iceberg.snapshots import Snapshot
 from icestream.sinks.opensearch.mapping import properties
 from icestream.sources.iceberg import (
     IcebergSourceOptions,
@@ -43,17 +44,32 @@ def test_a_partition_names_a_table_that_may_have_blanks():
 
 
 @pytest.mark.parametrize(
-    ("aim", "ahead", "expected"),
+    ("aim", "ahead", "net", "one_by_one"),
     [
-        ([], [], []),
-        ([], [7, 9], [(5, 1, 9), (9, 1)]),
-        ([7], [7], [(7, 1)]),
-        ([7], [7, 9], [(7, 1), (7, 1, 9), (9, 1)]),
+        ([], [], [], []),
+        ([], [7, 9], [(5, 1, 9), (9, 1)], [(5, 1, 7), (7, 1), (7, 1, 9), (9, 1)]),
+        ([7], [7], [(7, 1)], [(7, 1)]),
+        ([7], [6, 7, 9], [(7, 1), (7, 1, 9), (9, 1)], [(7, 1), (7, 1, 9), (9, 1)]),
+        # The snapshot of number 8 only replaces files.
+        ([], [7, 8], [(5, 1, 8), (8, 1)], [(5, 1, 7), (7, 1), (8, 1)]),
     ],
 )
-def test_the_aim_of_a_net_step_is_chosen_before_it_is_taken(aim, ahead, expected):
-    """O2: a run that takes over sends the same difference again."""
-    assert _aimed(5, aim, ahead) == expected
+def test_the_aim_of_a_step_is_chosen_before_it_is_taken(aim, ahead, net, one_by_one):
+    """O2, O12, Mend i2: a run that takes over sends the same difference again."""
+    newer = [
+        Snapshot(
+            id=number,
+            parent_id=None,
+            sequence_number=number,
+            operation="replace" if number == 8 else "append",
+            time_ms=0,
+            schema_id=0,
+            has_row_ids=False,
+        )
+        for number in ahead
+    ]
+    assert _aimed(5, aim, newer, True) == net
+    assert _aimed(5, aim, newer, False) == one_by_one
 
 
 def test_the_shortest_polling_interval_counts():
