@@ -105,9 +105,14 @@ def _take(rows: pa.Table, indices: np.ndarray) -> pa.Table:
 
 def only_within(changes: pa.Table, lower: tuple[int, int], upper: tuple[int, int]) -> pa.Table:
     """The changes at `(AT, SEQ)` in the half-open span `[lower, upper)`."""
-    at, seq = changes.column(AT), changes.column(SEQ)
-    inside = pc.and_(_not_before(at, seq, lower), pc.invert(_not_before(at, seq, upper)))
-    return changes.filter(inside)
+    return changes.filter(within(changes.column(AT), changes.column(SEQ), lower, upper))
+
+
+def within(
+    at: pa.ChunkedArray, seq: pa.ChunkedArray, lower: tuple[int, int], upper: tuple[int, int]
+) -> pa.ChunkedArray:
+    """Which places `(at, seq)` lie in the half-open span `[lower, upper)`."""
+    return pc.and_(_not_before(at, seq, lower), pc.invert(_not_before(at, seq, upper)))
 
 
 def _not_before(at: pa.ChunkedArray, seq: pa.ChunkedArray, bound: tuple[int, int]) -> pa.Array:

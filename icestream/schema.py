@@ -111,6 +111,20 @@ class TableShape:
     key: Sequence[str]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reads:
+    """What a table's select has use for: the columns that are read, and those that it names.
+
+    A column that `*` stands for is read and not named. A row without a column that is named must
+    not pass. With `beginning` the table takes its first epoch: there, rows may be older than a
+    column.
+    """
+
+    columns: frozenset[str]
+    named: frozenset[str]
+    beginning: bool = False
+
+
 class SchemaGap(Exception):
     """The table does not take these columns yet; the coordinator evolves it and reads again."""
 

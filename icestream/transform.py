@@ -147,12 +147,14 @@ _ICEBERG_TYPES: dict[type, IcebergType] = {
 class Derived:
     """What a select makes of a table: the shape of its rows, and where their values come from.
 
-    `plain` has the source's column for each one that passes unchanged, `used` all that are read.
+    `plain` has the source's column for each one that passes unchanged, `used` all that are read,
+    `named` those that the select calls by name, be it to leave them out of `*`.
     """
 
     shape: TableShape
     plain: Mapping[str, str]
     used: frozenset[str]
+    named: frozenset[str]
 
     def names(self) -> dict[str, str]:
         """What the source's columns that pass unchanged are called, where twice the first time."""
@@ -245,6 +247,7 @@ class Selects:
             shape=TableShape(columns=columns, key=_surviving(table, source, origins)),
             plain=origins,
             used=frozenset(source.columns[place].name for place in parts.used()),
+            named=self._named(table, [column.name for column in source.columns]),
         )
 
     def schema(self, selects: Sequence[TableSelect]) -> T.StructType:
@@ -330,6 +333,17 @@ class Selects:
             condition=condition,
             inputs={attributes.apply(n).exprId().id(): n for n in range(attributes.size())},
         )
+
+    def _named(self, table: str, columns: Sequence[str]) -> frozenset[str]:
+        """The columns that the text of the table's select names, whatever `*` stands for."""
+        nodes = _nodes(parsed(self.spark, self._texts[table]))
+        called = {VIEW, *(n.alias() for n in nodes if n.nodeName() == "SubqueryAlias")}
+        qualifiers = {name.lower() for name in called}
+        words: set[str] = set()
+        for name in _names_in(nodes):
+            first, *rest = [part.lower() for part in name]
+            words |= {first, *(rest[:1] if first in qualifiers else ())}
+        return frozenset(name for name in columns if name.lower() in words)
 
     def _refuse_form(self, table: str) -> None:
         """Look at the text alone: nothing but a select is ever handed to Spark to be analysed."""
@@ -488,6 +502,30 @@ def _nodes(plan: Any) -> list[Any]:
     while found[-1].nodeName() != "View" and found[-1].children().size():
         found.append(found[-1].children().apply(0))
     return found
+
+
+def _names_in(nodes: Sequence[Any]) -> Iterator[list[str]]:
+    """The names in a plan that is not analysed yet, each in its parts."""
+    for node in nodes:
+        expressions = node.expressions()
+        for number in range(expressions.size()):
+            for each in _inside(expressions.apply(number)):
+                kind = _class(each)
+                if kind == "UnresolvedAttribute":
+                    yield _texts(each.nameParts())
+                elif kind.startswith("UnresolvedStar"):
+                    if each.target().isDefined():
+                        yield _texts(each.target().get())
+                    if "Except" in kind:
+                        yield from map(_texts, _items(each.excepts()))
+
+
+def _texts(sequence: Any) -> list[str]:
+    return [str(each) for each in _items(sequence)]
+
+
+def _items(sequence: Any) -> list[Any]:
+    return [sequence.apply(number) for number in range(sequence.size())]
 
 
 def _inside(expression: Any) -> Iterator[Any]:

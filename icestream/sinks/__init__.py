@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from icestream.epoch import Epoch, Progress
 from icestream.frontier import Frontier
-from icestream.schema import Column, TableShape
+from icestream.schema import Column, Reads, TableShape
 
 
 class Writer(Protocol):
@@ -28,6 +28,10 @@ class Writer(Protocol):
 
     def key(self, table: str) -> Sequence[str]:
         """The columns that identify a row; empty when rows are only ever added."""
+        ...
+
+    def reads(self, table: str) -> Reads | None:
+        """What the table's select has use for; None without one: every column counts."""
         ...
 
     def refused(self, table: str) -> str | None:

@@ -20,6 +20,7 @@ from icestream.errors import ConfigInvalid, SchemaRejected, check
 from icestream.frontier import Frontier
 from icestream.schema import (
     Column,
+    Reads,
     TableShape,
     arrow_schema,
     gaps,
@@ -32,7 +33,7 @@ from icestream.sinks.iceberg import IcebergSink
 from icestream.sinks.iceberg.writer import IcebergWriter
 from icestream.transform import Derived, Selects, TableSelect
 
-# The source's columns and key, as JSON.
+# The source's columns and key, and the first epoch that the table takes, as JSON.
 SOURCE_PROPERTY = "icestream.source"
 # A table takes what a select gives after one change of its schema; others may change it meanwhile.
 EVOLUTIONS_MAX = 5
@@ -42,12 +43,14 @@ EVOLUTIONS_MAX = 5
 class TransformingWriter:
     """Writes what selects have made of changes, which are read by the source's schemas.
 
-    `keys` are the columns that identify a row at the source, by transformed table.
+    `keys` are the columns that identify a row at the source, by transformed table, and `used` what
+    its select reads.
     """
 
     inner: IcebergWriter
     selects: Sequence[TableSelect]
     keys: Mapping[str, Sequence[str]]
+    used: Mapping[str, Reads]
 
     def tables(self) -> Collection[str]:
         """The tables that it writes to."""
@@ -63,6 +66,10 @@ class TransformingWriter:
             if each.table == table:
                 return each.source_json
         return self.inner.schema_json(table)
+
+    def reads(self, table: str) -> Reads | None:
+        """What the table's select has use for; None without one."""
+        return self.used.get(table)
 
     def key(self, table: str) -> Sequence[str]:
         """The columns that identify a row at the source."""
@@ -83,6 +90,8 @@ class TransformedSink:
         self._selects = selects
         self._sources: dict[str, TableShape] = {}
         self._derived: dict[str, Derived] = {}
+        # The first epoch that each table takes.
+        self._first: dict[str, int] = {}
 
     def durable(self, tables: Sequence[str]) -> Mapping[str, Progress]:
         """The progress of each table; see `Sink.durable`."""
@@ -106,13 +115,28 @@ class TransformedSink:
 
         if not self._inner.prepare(table, derived_shape):
             return False
-        if table not in self._sources:
-            remembered = self._inner.recalled(table, SOURCE_PROPERTY)
-            known = _shape_from_json(remembered) if remembered else shape()
-            if known is None:
-                return False
-            self._take(table, known)
+        if table not in self._sources and not self._recall(table, shape):
+            return False
         self._remember(table)
+        return True
+
+    def _recall(self, table: str, shape: Callable[[], TableShape | None]) -> bool:
+        """Know the source's columns from the table, or from the source; False if neither knows."""
+        remembered = self._inner.recalled(table, SOURCE_PROPERTY)
+        if not remembered:
+            known = shape()
+            if known is not None:
+                self._take(table, known)
+            return known is not None
+        known, self._first[table] = _shape_from_json(remembered)
+        try:
+            self._take(table, known)
+        except ConfigInvalid:
+            # The select may name a column that was added or renamed since.
+            now = shape()
+            if now is None:
+                raise
+            self._take(table, grown(known, now.columns, table))
         return True
 
     def evolve(self, table: str, columns: Sequence[Column]) -> None:
@@ -156,6 +180,10 @@ class TransformedSink:
     def writer(self, epoch: Epoch, tables: Sequence[str]) -> TransformingWriter:
         """A writer for the epoch; tables that lack what their selects give are evolved first."""
         own = [table for table in tables if table in self._selects]
+        for table in own:
+            if table not in self._first:
+                self._first[table] = epoch.number
+                self._remember(table)
         for _ in range(EVOLUTIONS_MAX):
             # Their changes are read by the source's columns, whatever the table has.
             inner = self._inner.writer(epoch, tables, read_otherwise=own)
@@ -168,7 +196,8 @@ class TransformedSink:
         check(not any(lacking.values()), "a table that was evolved takes what its select gives")
         keys = {table: self._source_key(table, inner.key(table)) for table in own}
         selects = [self._table_select(table, inner) for table in own]
-        return TransformingWriter(inner=inner, selects=selects, keys=keys)
+        used = {table: self._reads(table, epoch) for table in own}
+        return TransformingWriter(inner=inner, selects=selects, keys=keys, used=used)
 
     def commit(self, written: Written) -> Sequence[Committed]:
         """Make the epoch durable; see `Sink.commit`."""
@@ -190,8 +219,19 @@ class TransformedSink:
         self._sources[table], self._derived[table] = source, derived
         return derived
 
+    def _reads(self, table: str, epoch: Epoch) -> Reads:
+        derived = self._derived[table]
+        return Reads(
+            columns=derived.used,
+            named=derived.named,
+            beginning=epoch.number <= self._first[table],
+        )
+
     def _remember(self, table: str) -> None:
-        text = _shape_to_json(self._sources[table])
+        """Keep what is known of the source in the table, once an epoch of it is read."""
+        if table not in self._first:
+            return
+        text = _shape_to_json(self._sources[table], self._first[table])
         if self._inner.recalled(table, SOURCE_PROPERTY) != text:
             self._inner.remember(table, SOURCE_PROPERTY, text)
 
@@ -225,15 +265,17 @@ class TransformedSink:
         )
 
 
-def _shape_to_json(shape: TableShape) -> str:
+def _shape_to_json(shape: TableShape, first_epoch: int) -> str:
     schema = json.loads(new_schema(shape).model_dump_json())
-    return json.dumps({"schema": schema, "key": list(shape.key)}, separators=(",", ":"))
+    told = {"schema": schema, "key": list(shape.key), "first_epoch": first_epoch}
+    return json.dumps(told, separators=(",", ":"))
 
 
-def _shape_from_json(text: str) -> TableShape:
+def _shape_from_json(text: str) -> tuple[TableShape, int]:
+    """The source's columns and key, and the first epoch that was read for the table."""
     document = json.loads(text)
     columns = [
         Column(name=field.name, type=field.field_type, required=field.required)
         for field in schema_from_json(json.dumps(document["schema"])).fields
     ]
-    return TableShape(columns=columns, key=document["key"])
+    return TableShape(columns=columns, key=document["key"]), document.get("first_epoch", 0)

@@ -15,7 +15,7 @@ from pyspark.sql import DataFrame
 from icestream.epoch import Epoch
 from icestream.errors import IcestreamError, SourceUnavailable
 from icestream.frontier import START, Frontier
-from icestream.schema import Column, TableShape
+from icestream.schema import Column, Reads, TableShape
 
 
 class SplitsLost(SourceUnavailable):
@@ -105,6 +105,10 @@ class Targets(Protocol):
         """The columns that identify a row; empty when rows are only ever added."""
         ...
 
+    def reads(self, table: str) -> Reads | None:
+        """What the table's select has use for; None without one: every column counts."""
+        ...
+
     def refused(self, table: str) -> str | None:
         """Why a table of this name, which records give, cannot be; None when it can."""
         ...
@@ -172,11 +176,14 @@ class TableSplit:
     def changes(self, targets: Targets) -> Iterator[tuple[str, pa.Table]]:
         """The change batches that `read` gives; see `Split.changes`."""
         schema_json, key = targets.schema_json(self.table), targets.key(self.table)
-        return ((self.table, changes) for changes in self.read(schema_json, key))
+        reads = targets.reads(self.table)
+        return ((self.table, changes) for changes in self.read(schema_json, key, reads))
 
     @abstractmethod
-    def read(self, schema_json: str, key: Sequence[str]) -> Iterator[pa.Table]:
-        """Change batches in the columns of the schema."""
+    def read(
+        self, schema_json: str, key: Sequence[str], reads: Reads | None = None
+    ) -> Iterator[pa.Table]:
+        """Change batches in the columns of the schema, those that are not read left out or null."""
         ...
 
 

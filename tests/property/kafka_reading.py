@@ -98,6 +98,9 @@ class Destination:
     def schema_json(self, table: str) -> str:
         return self._schemas[table]
 
+    def reads(self, table: str) -> None:
+        return None
+
     def refused(self, table: str) -> str | None:
         return None
 

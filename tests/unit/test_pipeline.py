@@ -67,7 +67,7 @@ class LogSplit(TableSplit):
     table: str
     positions: tuple[int, ...]
 
-    def read(self, schema_json: str, key: Sequence[str]) -> Iterator[Any]:
+    def read(self, schema_json: str, key: Sequence[str], reads: Any = None) -> Iterator[Any]:
         raise NotImplementedError
 
     @property

@@ -48,7 +48,9 @@ class ListSplit(TableSplit):
     seen: dict[str, int] = field(default_factory=dict)
     each_key_once: bool = False
 
-    def read(self, schema_json: str, key: Sequence[str]) -> Iterator[pa.Table]:
+    def read(
+        self, schema_json: str, key: Sequence[str], reads: object = None
+    ) -> Iterator[pa.Table]:
         assert "value" in schema_json
         for batch in self.batches:
             self.seen["rows"] = self.seen.get("rows", 0) + len(batch)
@@ -202,7 +204,7 @@ def test_uuid_keys_are_brought_together(tmp_path):
         table: str = "t"
         each_key_once: bool = False
 
-        def read(self, schema_json, key):
+        def read(self, schema_json, key, reads=None):
             plain = pa.array([bytes([n] * 16) for n in range(4)], pa.binary(16))
             rows = changes([(self.number, n, self.number) for n in range(4)])
             ids = pa.ExtensionArray.from_storage(pa.uuid(), plain)
@@ -271,7 +273,7 @@ def test_an_error_of_the_writer_is_raised_as_it_was(tmp_path):
         table: str = "t"
         each_key_once: bool = False
 
-        def read(self, schema_json, key):
+        def read(self, schema_json, key, reads=None):
             yield rows
 
         def learned(self):

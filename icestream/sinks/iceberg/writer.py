@@ -92,6 +92,10 @@ class IcebergWriter:
         names = {field.field_id: field.name for field in seen.fields}
         return [names[ids[name]] for name in target.equality_columns]
 
+    def reads(self, table: str) -> None:
+        """Nothing is selected: every column counts."""
+        return None
+
     def write(
         self, table: str, shard: str, changes: pa.Table, each_key_once: bool = False
     ) -> Iterator[str]:

@@ -160,6 +160,10 @@ class OpenSearchWriter:
         """Nothing: documents come ready made."""
         return ""
 
+    def reads(self, table: str) -> None:
+        """Nothing is selected."""
+        return None
+
     def refused(self, table: str) -> str | None:
         """Nothing: the tables are those of the configuration."""
         return None

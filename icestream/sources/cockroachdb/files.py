@@ -27,6 +27,7 @@ from datetime import UTC, datetime
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple, cast
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.fs as pafs
@@ -46,6 +47,7 @@ from icestream.frontier import START, Frontier, Position
 from icestream.iceberg.files import filesystem
 from icestream.schema import (
     Column,
+    Reads,
     SchemaGap,
     TableShape,
     cast_text,
@@ -213,17 +215,21 @@ class FileSplit(TableSplit):
     ranges: dict[str, tuple[Position, Position]] = field(default_factory=dict, compare=False)
     each_key_once: bool = False
 
-    def read(self, schema_json: str, key: Sequence[str]) -> Iterator[pa.Table]:
+    def read(
+        self, schema_json: str, key: Sequence[str], reads: Reads | None = None
+    ) -> Iterator[pa.Table]:
         """Change batches, one for each file."""
         schema = schema_from_json(schema_json)
-        reader = _FileReader(self.table, schema, list(self.source_key or key), self.declared)
+        lower = self.lower or (0, 0)
+        span = (lower[0], lower[1]), (self.upper[0], self.upper[1])
+        own_key = list(self.source_key or key)
+        reader = _FileReader(self.table, schema, own_key, self.declared, reads, span)
         files, _ = filesystem(self.location, self.storage)
         for file in self.files:
             changes = reader.read(file, file.content(files))
             self._learn(file, changes)
             refuse_other_key(self.table, self.source_key, key)
-            lower = self.lower or (0, 0)
-            yield only_within(changes, (lower[0], lower[1]), (self.upper[0], self.upper[1]))
+            yield only_within(changes, *span)
 
     @property
     def size_bytes(self) -> int:
@@ -282,6 +288,9 @@ class _FileReader(Reader):
                 unknown.append(Column(name=name, type=kind))
         if unknown:
             raise SchemaGap(self.table, unknown)
+        every = np.ones(table.num_rows, dtype=bool)
+        leaving = deleted.to_numpy(zero_copy_only=False)
+        self._refuse_gone(dict.fromkeys(table.column_names, every), leaving, at, seq)
         for name in self.key:
             if name not in columns or pa.table({"k": columns[name]}).column("k").null_count:
                 raise no_key(file, self.table, self.key, 0)

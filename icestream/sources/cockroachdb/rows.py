@@ -14,14 +14,16 @@ import pyarrow.compute as pc
 from pyiceberg.schema import Schema
 from pyiceberg.types import IcebergType
 
-from icestream.change import AT, BEFORE, OP, SEQ, Op
+from icestream.change import AT, BEFORE, OP, SEQ, Op, within
 from icestream.errors import ConfigInvalid, DataRejected
-from icestream.schema import Column, SchemaGap, arrow_schema, cast_text
+from icestream.schema import Column, Reads, SchemaGap, arrow_schema, cast_text
 from icestream.sources.cockroachdb.hlc import hlc_parts
 from icestream.sources.json_cells import Cells, Kind, elements, members
 from icestream.sources.json_columns import infer_type
+from icestream.sources.named_columns import NamedColumns
 
 _BARE = "__crdb__"
+Span = tuple[tuple[int, int], tuple[int, int]]
 
 
 class Origin(Protocol):
@@ -38,12 +40,23 @@ class Origin(Protocol):
 
 
 class Reader:
-    """Casts rows of one table to its columns: change batches."""
+    """Casts rows of one table to its columns: change batches.
+
+    With `span` only rows in it are held against what the table's select reads.
+    """
 
     def __init__(
-        self, table: str, schema: Schema, key: list[str], declared: Mapping[str, IcebergType]
+        self,
+        table: str,
+        schema: Schema,
+        key: list[str],
+        declared: Mapping[str, IcebergType],
+        reads: Reads | None = None,
+        span: Span | None = None,
     ):
         self.table = table
+        self._span = span
+        self._named = NamedColumns(table, reads, declared)
         self.key = key
         self.declared = declared
         self.kinds = {column.name: column.field_type for column in schema.fields}
@@ -64,6 +77,9 @@ class Reader:
                 unknown.append(Column(name=name, type=kind))
         if unknown:
             raise SchemaGap(self.table, unknown)
+        present = {name: cells.kinds != Kind.MISSING for name, cells in rows.columns.items()}
+        present.update({name: np.ones(len(at), dtype=bool) for name in key})
+        self._refuse_gone(present, rows.deleted, at, seq)
         if rows.bare:
             self._refuse_ambiguous(origin, rows)
         ops = np.where(rows.deleted, np.int8(Op.DELETE), np.int8(Op.UPSERT))
@@ -71,6 +87,15 @@ class Reader:
         if rows.before is not None:
             table[BEFORE] = self._before(rows.before)
         return pa.table(table)
+
+    def _refuse_gone(
+        self, present: Mapping[str, np.ndarray], deleted: np.ndarray, at: pa.Array, seq: pa.Array
+    ) -> None:
+        """Refuse rows that lack a column which the table's select names."""
+        counted = ~deleted
+        if self._span is not None:
+            counted = counted & within(at, seq, *self._span).to_numpy(zero_copy_only=False)
+        self._named.look(present, counted, at.to_numpy(zero_copy_only=False))
 
     def _key_columns(self, origin: Origin, rows: "Rows") -> dict[str, pa.Array]:
         """The key's columns from the key, which deletes have as well."""

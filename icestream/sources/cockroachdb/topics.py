@@ -34,7 +34,7 @@ from pyiceberg.types import IcebergType
 from icestream.epoch import Epoch
 from icestream.errors import DataRejected, IcestreamError, SourceUnavailable
 from icestream.frontier import Frontier, Position
-from icestream.schema import Column, TableShape, joined_columns, schema_from_json
+from icestream.schema import Column, Reads, TableShape, joined_columns, schema_from_json
 from icestream.sources import Budget, SplitsLost, TableSplit
 from icestream.sources.cockroachdb import CockroachdbOptions, TopicsOptions
 from icestream.sources.cockroachdb.feed import Changefeed, packed, refuse_other_key
@@ -161,10 +161,12 @@ class TopicSplit(TableSplit):
     size_bytes: int
     each_key_once: bool = False
 
-    def read(self, schema_json: str, key: Sequence[str]) -> Iterator[pa.Table]:
+    def read(
+        self, schema_json: str, key: Sequence[str], reads: Reads | None = None
+    ) -> Iterator[pa.Table]:
         """Change batches, some for each range."""
         schema = schema_from_json(schema_json)
-        reader = Reader(self.table, schema, list(self.source_key or key), self.declared)
+        reader = Reader(self.table, schema, list(self.source_key or key), self.declared, reads)
         refuse_other_key(self.table, self.source_key, key)
         for where, records in self.records():
             rows = rows_within(where, records, self.lower, self.upper)

@@ -329,6 +329,7 @@ class LetterSplit:
     def _tables(self, targets: Targets) -> TableChanges:
         tables = TableChanges(self.reading, targets, self.stored)
         tables.by_time |= self.by_time
+        tables.tries_letters = True
         return tables
 
     def _letters_of(self, topic: str, table: str) -> str:

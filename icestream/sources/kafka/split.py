@@ -17,6 +17,7 @@ import pyarrow as pa
 from pyiceberg.types import IcebergType
 
 from icestream import dead_letters
+from icestream.change import Op
 from icestream.errors import DataRejected
 from icestream.schema import Column, SchemaGap, TableShape, joined_columns, joined_shapes
 from icestream.sources import Need, SplitsLost, TablesUnready, Targets, ValuesNeeded
@@ -28,6 +29,7 @@ from icestream.sources.kafka.held_back import Held, HeldBack
 from icestream.sources.kafka.registry import RegistryOptions
 from icestream.sources.kafka.route import Route
 from icestream.sources.kafka.rows import Decoded, Indices, Mask, Records, Rows
+from icestream.sources.named_columns import NamedColumns
 
 BATCH_BYTES = 16 * 1024**2
 # What tables lack is not looked for in less than this, if there is more.
@@ -104,6 +106,12 @@ class Reading:
         do not. Where records may be rejected, the delete before an insert may have been.
         """
         return bool(self.value_of(topic).operations) and not self.dead_letters
+
+    @property
+    def whole_rows(self) -> bool:
+        """Whether a column that a record lacks is none of its table's; in plain JSON it is null."""
+        whole = self.value.envelope in ("debezium", "cockroachdb")
+        return whole or self.value.format in ("avro", "protobuf")
 
     @property
     def may_withhold(self) -> bool:
@@ -209,7 +217,8 @@ class TableChanges:
     With `only` no other tables are looked at, and in them only changes that it chooses. Records
     that cannot be taken are passed over then: they are dead letters already, and `passed_over` has
     their keys. `letters_of` names the table of a table's letters. With `by_time` times order the
-    changes of a key, else offsets.
+    changes of a key, else offsets. With `tries_letters` a record without a column that a select
+    names is one that cannot be taken, and else a reason to stop.
     """
 
     def __init__(
@@ -224,6 +233,8 @@ class TableChanges:
         self.passed_over: list[pa.Array] = []
         self.letters_of = dead_letters.table_of
         self.by_time = not reading.keyed
+        self.tries_letters = False
+        self._named: dict[str, NamedColumns] = {}
         self.missing: dict[str, TableShape] = {}
         self.gaps: dict[str, Sequence[Column]] = {}
         self._news: frozenset[tuple[str, str, str]] = frozenset()
@@ -305,12 +316,18 @@ class TableChanges:
                 table, where, records, {int(rows.records[n]): why for n, why in reasons.items()}
             )
             return
+        if self.tries_letters:
+            incomplete = self._incomplete(table, rows)
+            yield from self._letters(table, where, records, incomplete)
+            rows = rows.take(np.flatnonzero(~np.isin(rows.records, list(incomplete))))
         try:
             found = self._table(table).changes(rows)
         except SchemaGap as gap:
             # Later records may tell more of the same columns.
             self.gaps[table] = joined_columns(self.gaps.get(table, ()), gap.columns)
             return
+        if not self.tries_letters:
+            self._refuse_gone(table, where, records, rows.take(found.taken))
         places = rows.records[found.taken]
         reasons = {int(rows.records[n]): reason for n, reason in found.rejected.items()}
         yield from self._letters(table, where, records, reasons)
@@ -337,6 +354,32 @@ class TableChanges:
                 batch = batch.filter(pa.array(~lacking))
             back.see(batch)
         yield table, batch
+
+    def _incomplete(self, table: str, rows: Rows) -> dict[int, str]:
+        """Why letters cannot be taken that lack a column which the table's select names."""
+        present = _present(rows)
+        named = self._named_columns(table)
+        lacking = named.lacking(present, rows.ops != Op.DELETE) if named else {}
+        return {
+            int(rows.records[place]): f"the record has no column {name}, which the select reads"
+            for name, places in lacking.items()
+            for place in places.tolist()
+        }
+
+    def _refuse_gone(self, table: str, where: Range, records: Records, rows: Rows) -> None:
+        named = self._named_columns(table)
+        if named:
+            group = f"{where.topic}/{where.partition}"
+            order = records.offsets[rows.records]
+            named.look(_present(rows), rows.ops != Op.DELETE, order, group)
+
+    def _named_columns(self, table: str) -> NamedColumns | None:
+        if not self._reading.whole_rows:
+            return None
+        if table not in self._named:
+            declared = self._reading.declared.get(table, ())
+            self._named[table] = NamedColumns(table, self._targets.reads(table), declared)
+        return self._named[table]
 
     def _back(self, table: str) -> HeldBack:
         if table not in self._held:
@@ -433,6 +476,14 @@ class TableChanges:
         keys, values = records.keys.take(taken), records.values.take(taken)
         times = records.timestamps[places]
         yield name, dead_letters.letters(positions, texts, keys, values, times)
+
+
+def _present(rows: Rows) -> dict[str, Mask]:
+    """Which rows have a column; a value that was not sent is one that the row has."""
+    return {
+        name: ~each.missing() | rows.withheld.get(name, np.False_)
+        for name, each in rows.columns.items()
+    }
 
 
 def _reasons(lost: Mapping[str, Mask]) -> dict[int, str]:

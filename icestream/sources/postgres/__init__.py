@@ -791,7 +791,21 @@ class PostgresSource(Source):
             oid=oid,
             columns=described,
             key=[names.index(column) for column in table.key],
+            to_come=self._to_come(table, names),
         )
+
+    def _to_come(self, table: PgTable, names: Sequence[str]) -> frozenset[str]:
+        """Columns of the table that are younger than a version of it with these columns.
+
+        New columns stand behind all others, and a renamed one stays where it is. So they are
+        those behind the version's own, if it still has all of these under their names.
+        """
+        if list(names) == [column.name for column in table.columns]:
+            return frozenset()
+        now = self._server.column_names(table.oid)
+        if not set(names) <= set(now):
+            return frozenset()
+        return frozenset(now[1 + max(now.index(name) for name in names) :])
 
     # --- copies -------------------------------------------------------------------------------
 

@@ -27,12 +27,13 @@ from pyiceberg.types import IcebergType
 
 from icestream.change import AT, OP, SEQ, Op
 from icestream.errors import SourceUnavailable
-from icestream.schema import SchemaGap, arrow_schema, gaps, schema_from_json
+from icestream.schema import Reads, SchemaGap, arrow_schema, gaps, schema_from_json
 from icestream.sources import SplitsLost, TableSplit
 from icestream.sources.completion import plain
 from icestream.sources.postgres.changes import (
     Relation,
     WalSplit,
+    refuse_gone,
     refuse_other_key,
     relation_columns,
 )
@@ -223,7 +224,9 @@ class CopySplit(TableSplit):
         """The size of its pages."""
         return PAGE_BYTES * sum(part.pages for part in self.ranges)
 
-    def read(self, schema_json: str, key: Sequence[str]) -> Iterator[pa.Table]:
+    def read(
+        self, schema_json: str, key: Sequence[str], reads: Reads | None = None
+    ) -> Iterator[pa.Table]:
         """The rows, some megabytes at a time."""
         self.rows_read = 0
         schema = schema_from_json(schema_json)
@@ -231,6 +234,7 @@ class CopySplit(TableSplit):
         missing = gaps(schema, relation_columns(self.relation, key))
         if missing:
             raise SchemaGap(self.table, missing)
+        refuse_gone(self.relation, reads)
         kinds = {each.name: each.field_type for each in schema.fields}
         arrow = arrow_schema(schema)
         touched = self._touched_keys(kinds, arrow, key)

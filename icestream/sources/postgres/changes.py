@@ -17,9 +17,18 @@ from pyiceberg.types import IcebergType
 
 from icestream.change import AT, OP, SEQ, Op
 from icestream.errors import Broken, DataRejected, SchemaRejected
-from icestream.schema import Column, SchemaGap, arrow_schema, calendar_day, gaps, schema_from_json
+from icestream.schema import (
+    Column,
+    Reads,
+    SchemaGap,
+    arrow_schema,
+    calendar_day,
+    gaps,
+    schema_from_json,
+)
 from icestream.sources import Need, TableSplit, ValuesNeeded
 from icestream.sources.completion import Completion, plain
+from icestream.sources.named_columns import gone
 from icestream.sources.postgres.connection import Connection, Dsn, quoted, text_literal
 from icestream.sources.postgres.decode import (
     Codec,
@@ -71,12 +80,16 @@ class RelationColumn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Relation:
-    """One version of a table as the stream describes it; `key` are positions of key columns."""
+    """One version of a table as the stream describes it; `key` are positions of key columns.
+
+    `to_come` are columns that were added to the table after this version of it.
+    """
 
     table: str
     oid: int
     columns: Sequence[RelationColumn]
     key: Sequence[int]
+    to_come: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +128,9 @@ class WalSplit(TableSplit):
     origin: Origin | None = None
     each_key_once: bool = False
 
-    def read(self, schema_json: str, key: Sequence[str]) -> Iterator[pa.Table]:
+    def read(
+        self, schema_json: str, key: Sequence[str], reads: Reads | None = None
+    ) -> Iterator[pa.Table]:
         """Change batches; raises `ValuesNeeded` for what only the destination has."""
         schema = schema_from_json(schema_json)
         for relation in self.relations.values():
@@ -125,7 +140,11 @@ class WalSplit(TableSplit):
                 raise SchemaGap(self.table, missing)
         kinds = {each.name: each.field_type for each in schema.fields}
         arrow = arrow_schema(schema)
-        pieces = [_decoded(rows, kinds, arrow, key) for rows in self._rows()]
+        pieces = []
+        for rows in self._rows():
+            if not rows.leaving.all():
+                refuse_gone(rows.relation, reads)
+            pieces.append(_decoded(rows, kinds, arrow, key))
         if self.append_only:
             pieces = [piece.only(piece.ops == Op.INSERT) for piece in pieces]
         if any(piece.unsent for piece in pieces):
@@ -232,6 +251,19 @@ def refuse_other_key(relation: Relation, key: Sequence[str]) -> None:
         )
 
 
+def refuse_gone(relation: Relation, reads: Reads | None) -> None:
+    """Refuse rows without a column that the select of their table names, unless they are older."""
+    there = {column.name for column in relation.columns} | relation.to_come
+    lacking = sorted(reads.named - there) if reads else []
+    if lacking:
+        raise gone(
+            relation.table,
+            lacking[0],
+            "Name it in the select as the source does now. If the same is said of the new name, "
+            f"changes from before it are still to come: keep the new name. {COPY_TABLE_ANEW}",
+        )
+
+
 def other_identity(table: str, detail: str) -> SchemaRejected:
     """The error for a table whose changes no longer name their rows as they did."""
     return SchemaRejected(
@@ -263,6 +295,11 @@ class _Rows:
     starts: np.ndarray
     ends: np.ndarray
 
+    @property
+    def leaving(self) -> np.ndarray:
+        """Rows that go, from their key at least."""
+        return np.isin(self.kind, (_DELETE, MOVED_OUT))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Piece:
@@ -289,7 +326,7 @@ def _decoded(rows: _Rows, kinds: Mapping[str, Any], arrow: pa.Schema, key: Seque
     if damaged >= 0:
         raise DataRejected(f"a spooled change of table {rows.relation.table} is damaged")
     width = len(rows.relation.columns)
-    leaving = (rows.kind == _DELETE) | (rows.kind == MOVED_OUT)
+    leaving = rows.leaving
     tuples = tuples_at(rows.content, np.where(leaving, old, new), width)
     _refuse_unnamed(rows, tuples, leaving, old)
     before = tuples_at(rows.content, old, width)

@@ -415,6 +415,11 @@ class Server:
             return ""
         return f"No unique index says any more that a row is the only one with its {key}."
 
+    def column_names(self, oid: int) -> list[str]:
+        """The columns that a table has now, in their order."""
+        with Connection(self.dsn) as connection:
+            return [str(row[0]) for row in connection.rows(_COLUMNS, oid=oid)]
+
     def supplanted(self, tables: Sequence[PgTable]) -> str | None:
         """A table whose name another table bears now, None without any."""
         wanted = {(table.schema, table.relation): table for table in tables}

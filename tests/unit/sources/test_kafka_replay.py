@@ -44,6 +44,9 @@ class Targets:
             ]
         ).model_dump_json()
 
+    def reads(self, table):
+        return None
+
     def refused(self, table):
         return None
 

@@ -1,0 +1,103 @@
+"""Records that lack what the select of their table names."""
+
+import io
+import json
+from typing import Any
+
+import fastavro
+import numpy as np
+import pytest
+from pyiceberg.types import LongType, StringType
+
+from icestream.errors import SchemaRejected
+from icestream.schema import Column, Reads, TableShape
+from icestream.sources.kafka.consumer import Range
+from icestream.sources.kafka.envelope import ValueOptions
+from icestream.sources.kafka.registry import RegistryOptions
+from icestream.sources.kafka.split import TableChanges
+from tests.property.kafka_reading import Destination, reading, records, split_of
+from tests.registry import StandInRegistry
+
+SHAPE = TableShape(
+    columns=[
+        Column(name="id", type=LongType(), required=True),
+        Column(name="region", type=StringType()),
+        Column(name="area", type=StringType()),
+    ],
+    key=["id"],
+)
+
+
+class Selecting(Destination):
+    """A destination whose table has a select."""
+
+    def __init__(self, *named: str, beginning: bool = False):
+        super().__init__(t=SHAPE)
+        names = frozenset(named)
+        self._reads = Reads(columns=names, named=names, beginning=beginning)
+
+    def reads(self, table: str) -> Any:
+        return self._reads if table == "t" else None
+
+
+def event(key: int, **columns: Any) -> tuple[Any, Any]:
+    """A record of Debezium."""
+    return {"id": key}, {"before": None, "after": {"id": key, **columns}, "op": "u"}
+
+
+def avro(registry: StandInRegistry, key: int, **columns: str) -> tuple[bytes, bytes]:
+    """A record of Avro with a schema of its own."""
+    parts = []
+    for row in ({"id": key}, {"id": key, **columns}):
+        kinds = {"id": "long", **dict.fromkeys(columns, "string")}
+        fields = [{"name": name, "type": kinds[name]} for name in row]
+        schema = {"type": "record", "name": "Row", "fields": fields}
+        number = registry.register("v", json.dumps(schema))
+        out = io.BytesIO()
+        fastavro.schemaless_writer(out, fastavro.parse_schema(schema), row)
+        parts.append(b"\0" + number.to_bytes(4, "big") + out.getvalue())
+    return parts[0], parts[1]
+
+
+def found(destination: Destination, *pairs: Any, **options: Any) -> list[int]:
+    """The ids of the changes that a split of these records gives for the table."""
+    changes = destination.read(split_of({("t", 0): [records(*pairs)]}, reading(**options)))
+    return [row["id"] for row in changes.get("t", [])]
+
+
+def test_a_whole_row_without_a_named_column_is_refused():
+    """E11, K3, Mend h2: events of Debezium, and rows of Avro; deletes have only their key."""
+    gone = {"id": 1}, {"before": {"id": 1}, "after": None, "op": "d"}
+    assert found(Selecting("id", "region"), event(1, region="eu"), gone) == [1, 1]
+    assert found(Selecting("id"), event(1, area="eu")) == [1]
+    with pytest.raises(SchemaRejected, match="t reads column region, which"):
+        found(Selecting("id", "region"), event(1, area="eu"))
+    declared = {"t": {"region": StringType()}}
+    assert found(Selecting("id", "region"), event(1, area="eu"), declared=declared) == [1]
+    with StandInRegistry() as registry:
+        options = {
+            "value": ValueOptions(format="avro", envelope="upsert"),
+            "registry": RegistryOptions(url=registry.url),
+        }
+        old, new = avro(registry, 1, region="eu"), avro(registry, 1, area="eu")
+        assert found(Selecting("id", "region"), old, **options) == [1]
+        with pytest.raises(SchemaRejected, match="t reads column region, which"):
+            found(Selecting("id", "region"), new, **options)
+
+
+def test_a_field_that_plain_json_leaves_out_is_null():
+    """E11, K3, Mend h2: nothing tells it from a field that is gone."""
+    options = {"value": ValueOptions(envelope="upsert")}
+    assert found(Selecting("id", "region"), ({"id": 1}, {"id": 1}), **options) == [1]
+
+
+def test_a_letter_without_a_named_column_stays_one():
+    """E10, E11, Mend h2: it may be older than the column, and must not stop what comes after."""
+    tables = TableChanges(reading(), Selecting("id", "region"))
+    tables.tries_letters = True
+    batch = records(event(1, area="eu"), event(2, region="eu"))
+    where = Range(topic="t", partition=0, start=0, end=2)
+    given = dict(tables.changes(where, batch, np.zeros(2, dtype=np.int64)))
+    assert given["t"].column("id").to_pylist() == [2]
+    [letter] = given["t__dead_letters"].to_pylist()
+    assert "no column region, which the select reads" in letter["error"]
