@@ -22,7 +22,6 @@ from icestream.schema import (
     Column,
     Reads,
     TableShape,
-    arrow_schema,
     gaps,
     grown,
     new_schema,
@@ -150,15 +149,14 @@ class TransformedSink:
     def stored(
         self, table: str, keys: pa.Table, columns: Sequence[str], before: Frontier | None = None
     ) -> pa.Table:
-        """The rows under the source's keys; columns that the select does not read are null.
+        """The rows under the source's keys, with columns that the select reads.
 
         Raises `SchemaRejected` for columns that the table does not hold as the source has them.
         """
         if table not in self._selects:
             return self._inner.stored(table, keys, columns, before)
-        derived, source = self._derived[table], self._sources[table]
-        names = derived.names()
-        hidden = sorted(derived.used.intersection(columns).difference(names))
+        names = self._derived[table].names()
+        hidden = sorted(set(columns).difference(names))
         if hidden:
             raise SchemaRejected(
                 f"changes of table {table} leave out values of column {hidden[0]}, which its "
@@ -169,13 +167,9 @@ class TransformedSink:
                 "column pass as it is.",
             )
         asked = keys.rename_columns([names[name] for name in keys.column_names])
-        held = [name for name in columns if name in names]
-        found = self._inner.stored(table, asked, [names[name] for name in held], before)
-        fields = arrow_schema(new_schema(source))
-        rows = {name: found.column(names[name]) for name in [*keys.column_names, *held]}
-        for name in columns:
-            rows.setdefault(name, pa.nulls(found.num_rows, fields.field(name).type))
-        return pa.table({name: rows[name] for name in [*keys.column_names, *columns]})
+        found = self._inner.stored(table, asked, [names[name] for name in columns], before)
+        wanted = [*keys.column_names, *columns]
+        return pa.table({name: found.column(names[name]) for name in wanted})
 
     def writer(self, epoch: Epoch, tables: Sequence[str]) -> TransformingWriter:
         """A writer for the epoch; tables that lack what their selects give are evolved first."""

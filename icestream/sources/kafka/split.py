@@ -283,25 +283,15 @@ class TableChanges:
         return None if known else self._targets.refused(table)
 
     def _decided(self, part: Decoded) -> tuple[Rows, Mapping[int, str]]:
-        """The rows that can be handled, and why others cannot.
-
-        Where changes of a key come from several partitions, nobody knows before all are brought
-        together which of them is the one before.
-        """
+        """The rows whose table is known, and why others cannot be handled."""
         rows = part.rows
         if not rows.withheld:
             return rows, part.rejected
         unknown = np.zeros(len(rows), dtype=np.bool_)
         unknown[self._reading.route.undecided(rows)] = True
-        reason = f"the value that tells the table was not sent; {WHOLE_ROWS}"
-        if not self._reading.keyed:
-            unknown |= np.logical_or.reduce([*rows.withheld.values()])
-            reason = (
-                "a value did not change and was not sent, and with `keyed: false` the change "
-                f"before it is not known; {WHOLE_ROWS}"
-            )
         if not unknown.any():
             return rows, part.rejected
+        reason = f"the value that tells the table was not sent; {WHOLE_ROWS}"
         rejected = dict.fromkeys(rows.records[unknown].tolist(), reason)
         return rows.take(np.flatnonzero(~unknown)), {**part.rejected, **rejected}
 
@@ -316,10 +306,14 @@ class TableChanges:
                 table, where, records, {int(rows.records[n]): why for n, why in reasons.items()}
             )
             return
+        refused = self._unknowable(table, rows)
         if self.tries_letters:
-            incomplete = self._incomplete(table, rows)
-            yield from self._letters(table, where, records, incomplete)
-            rows = rows.take(np.flatnonzero(~np.isin(rows.records, list(incomplete))))
+            refused |= self._incomplete(table, rows)
+        if refused:
+            yield from self._letters(table, where, records, refused)
+            rows = rows.take(np.flatnonzero(~np.isin(rows.records, list(refused))))
+        if not len(rows):
+            return
         try:
             found = self._table(table).changes(rows)
         except SchemaGap as gap:
@@ -333,7 +327,7 @@ class TableChanges:
         yield from self._letters(table, where, records, reasons)
         offsets = records.offsets[places]
         order = (at[places], offsets) if self.by_time else (offsets, offsets)
-        batch, withheld = ordered(found.batch, *order), found.withheld
+        batch, withheld = ordered(found.batch, *order), self._wanted(table, found.withheld)
         if self._targets.key(table) and not self._reading.promises_new_rows(where.topic):
             batch = replacing(batch)
         if self.only is not None:
@@ -354,6 +348,27 @@ class TableChanges:
                 batch = batch.filter(pa.array(~lacking))
             back.see(batch)
         yield table, batch
+
+    def _wanted(self, table: str, withheld: Mapping[str, Mask]) -> Mapping[str, Mask]:
+        """Of the values that were not sent those that the table's select reads."""
+        reads = self._targets.reads(table)
+        return {n: mask for n, mask in withheld.items() if reads is None or n in reads.columns}
+
+    def _unknowable(self, table: str, rows: Rows) -> dict[int, str]:
+        """Why rows cannot be taken that lack a value which nobody can look up.
+
+        Where changes of a key come from several partitions, nobody knows before all are brought
+        together which of them is the one before.
+        """
+        wanted = self._wanted(table, rows.withheld)
+        if self._reading.keyed or not wanted:
+            return {}
+        lacking = np.logical_or.reduce([*wanted.values()])
+        reason = (
+            "a value did not change and was not sent, and with `keyed: false` the change "
+            f"before it is not known; {WHOLE_ROWS}"
+        )
+        return dict.fromkeys(rows.records[lacking].tolist(), reason)
 
     def _incomplete(self, table: str, rows: Rows) -> dict[int, str]:
         """Why letters cannot be taken that lack a column which the table's select names."""

@@ -138,7 +138,10 @@ class WalSplit(TableSplit):
             missing = gaps(schema, relation_columns(relation, key))
             if missing:
                 raise SchemaGap(self.table, missing)
-        kinds = {each.name: each.field_type for each in schema.fields}
+        # What is not read is not decoded, and not looked up where it was not sent.
+        kinds = {
+            f.name: f.field_type for f in schema.fields if not reads or f.name in reads.columns
+        }
         arrow = arrow_schema(schema)
         pieces = []
         for rows in self._rows():

@@ -1,4 +1,4 @@
-"""Records that lack what the select of their table names."""
+"""Records that lack what the select of their table reads, or what it does not."""
 
 import io
 import json
@@ -12,7 +12,7 @@ from pyiceberg.types import LongType, StringType
 from icestream.errors import SchemaRejected
 from icestream.schema import Column, Reads, TableShape
 from icestream.sources.kafka.consumer import Range
-from icestream.sources.kafka.envelope import ValueOptions
+from icestream.sources.kafka.envelope import UNAVAILABLE_VALUE, ValueOptions
 from icestream.sources.kafka.registry import RegistryOptions
 from icestream.sources.kafka.split import TableChanges
 from tests.property.kafka_reading import Destination, reading, records, split_of
@@ -101,3 +101,12 @@ def test_a_letter_without_a_named_column_stays_one():
     assert given["t"].column("id").to_pylist() == [2]
     [letter] = given["t__dead_letters"].to_pylist()
     assert "no column region, which the select reads" in letter["error"]
+
+
+@pytest.mark.parametrize("keyed", [True, False])
+def test_a_value_that_no_select_reads_is_not_missed(keyed: bool):
+    """E11, P7, Mend h3: nothing is looked up, and the record is no letter."""
+    destination = Selecting("id", "region")
+    unsent = event(1, region="eu", area=UNAVAILABLE_VALUE)
+    assert found(destination, unsent, keyed=keyed) == [1]
+    assert destination.asked == [] and destination.letters == []
