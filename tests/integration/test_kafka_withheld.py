@@ -157,6 +157,22 @@ def test_a_value_that_a_select_lets_pass_is_kept(topics):
         topics.run(topics.document({"topics": ["orders"], **DEBEZIUM}, transform={name: text}))
 
 
+@pytest.mark.parametrize("keyed", [True, False])
+def test_a_value_that_a_select_does_not_read_is_not_missed(topics, keyed):
+    """E11, P7, Mend h3: the record is taken, whatever the value was and wherever it is."""
+    name = topics.create("orders", 2)
+    topics.send("orders", [created(key, n=1, big=f"old {key}") for key in (1, 2)])
+    text = "select id, n * 10 as n from changes"
+    source = {"topics": ["orders"], **DEBEZIUM, "keyed": keyed}
+    document = topics.document(source, transform={name: text}, on_error="dead_letter")
+    topics.run(document)
+    topics.send("orders", [updated(1, n=2, big=KEPT), updated(3, n=3, big=KEPT)])
+    topics.run(document)
+    assert {row["id"]: row["n"] for row in topics.rows("orders")} == {1: 20, 2: 10, 3: 30}
+    assert len(topics.epochs("orders")) == 2
+    assert topics.epochs("orders__dead_letters") == []
+
+
 def test_without_keyed_partitions_such_a_record_is_refused(topics):
     """P7, K1: the change before it may be in a partition that another worker reads."""
     topics.create("orders", 2)

@@ -32,6 +32,7 @@ from icestream.sources import SplitsLost, TableSplit
 from icestream.sources.completion import plain
 from icestream.sources.postgres.changes import (
     Relation,
+    RelationColumn,
     WalSplit,
     refuse_gone,
     refuse_other_key,
@@ -238,7 +239,10 @@ class CopySplit(TableSplit):
         kinds = {each.name: each.field_type for each in schema.fields}
         arrow = arrow_schema(schema)
         touched = self._touched_keys(kinds, arrow, key)
-        for tuples in self._pinned(kinds):
+        read = [c for c in self.relation.columns if not reads or c.name in reads.columns]
+        # Rows count, also for a select that reads nothing of them.
+        read = read or list(self.relation.columns[:1])
+        for tuples in self._pinned(read, kinds):
             columns = {
                 column.name: decode(
                     tuples,
@@ -248,7 +252,7 @@ class CopySplit(TableSplit):
                     arrow.field(column.name).type,
                     column.name,
                 )
-                for number, column in enumerate(self.relation.columns)
+                for number, column in enumerate(read)
             }
             rows = _changes(columns, Op.UPSERT if self.replaces else Op.INSERT)
             self.rows_read += rows.num_rows
@@ -262,9 +266,10 @@ class CopySplit(TableSplit):
         """How much was read, for the progress bar."""
         return {"rows": self.rows_read, "bytes": self.size_bytes}
 
-    def _pinned(self, kinds: Mapping[str, IcebergType]) -> Iterator[Tuples]:
-        """The rows of all ranges as the snapshot has them."""
-        columns = self.relation.columns
+    def _pinned(
+        self, columns: Sequence[RelationColumn], kinds: Mapping[str, IcebergType]
+    ) -> Iterator[Tuples]:
+        """Columns of the rows of all ranges as the snapshot has them."""
         wanted = ", ".join(copy_expression(c.name, c.type, kinds[c.name]) for c in columns)
         texts = [n for n, c in enumerate(columns) if not in_binary(c.type, kinds[c.name])]
         with Connection(self.dsn) as connection:
