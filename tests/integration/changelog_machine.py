@@ -121,6 +121,11 @@ class Play:
         for _ in range(steps):
             name = self.random.choice(sorted(ACTIONS))
             self._do(name, ACTIONS[name].__get__(self))
+        if self.keyed:
+            # Too rare for a short budget if left to chance: ids that may not be there, or twice.
+            self._do("upsert by id", self._upsert_by_id)
+        if self.twins:
+            self._do("delete a twin", self._delete_a_twin)
         return f"{self.checks} checks: {' '.join(self.story)}"
 
     def _do(self, name: str, action: Callable[[], None]) -> None:
@@ -163,6 +168,21 @@ class Play:
 
     def _delete(self) -> None:
         self._sql(f"DELETE FROM {self.name} WHERE {self._some()}")
+
+    def _delete_a_twin(self) -> None:
+        """Two rows of one id, one all null besides and one not: the one that is null goes."""
+        if not self.twins:
+            return
+        number, columns = self._known_id(), self._columns()
+        for empty in (True, False):
+            values = [
+                number if n == ID else f"CAST({'NULL' if empty else _values(kind)[0]} AS {kind})"
+                for n, (_, kind) in columns.items()
+            ]
+            self._sql(f"INSERT INTO {self.name} VALUES ({', '.join(values)})")
+        _, (column, _) = self.random.choice(self._others())
+        condition = f"{_quoted(columns[ID][0])} = {number} AND {_quoted(column)} IS NULL"
+        self._sql(f"DELETE FROM {self.name} WHERE {condition}")
 
     def _merge(self) -> None:
         ids = sorted({self._known_id() for _ in range(3)})
@@ -262,7 +282,7 @@ class Play:
 
     def _upsert_by_id(self) -> None:
         """Ids deleted by value, wherever they are, and some of them inserted anew."""
-        if self._columns()[ID][1] == "bigint":
+        if self._columns()[ID][1] in ("bigint", "int"):
             ids = sorted({int(self._known_id()) for _ in range(3)})
             added = [{ID: each} for each in ids if self.random.random() < 0.6]
             added += added[:1] if self.twins else []
@@ -323,8 +343,7 @@ class Play:
     def _value(self, kind: str) -> str:
         if self.random.random() < 0.4:
             return f"CAST(NULL AS {kind})"
-        values = VALUES.get(kind) or ("CAST(1.50 AS decimal(18,2))", "CAST(9 AS decimal(18,2))")
-        return f"CAST({self.random.choice(values)} AS {kind})"
+        return f"CAST({self.random.choice(_values(kind))} AS {kind})"
 
     def _row(self, number: str | None = None) -> str:
         values = [
@@ -466,6 +485,7 @@ ACTIONS: Mapping[str, Callable[[Play], None]] = {
     "roll back": Play._roll_back,
     "branch": Play._branch,
     "upsert by id": Play._upsert_by_id,
+    "delete a twin": Play._delete_a_twin,
     "delete by value": Play._delete_by_value,
 }
 
@@ -582,6 +602,10 @@ def _kind(text: str) -> str:
             return kind
     plain = text.replace("list<", "array<").replace("long", "bigint").replace(", ", ",")
     return {"timestamptz": "timestamp"}.get(plain, plain)
+
+
+def _values(kind: str) -> Sequence[str]:
+    return VALUES.get(kind) or ("CAST(1.50 AS decimal(18,2))", "CAST(9 AS decimal(18,2))")
 
 
 def _quoted(name: str) -> str:
