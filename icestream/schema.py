@@ -105,10 +105,15 @@ class Column:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableShape:
-    """What a source knows of a table: its columns and the names of its key."""
+    """What a source knows of a table: its columns and the names of its key.
+
+    `table_id` tells the table from another one that comes to bear its name; empty where the source
+    tells no such thing.
+    """
 
     columns: Sequence[Column]
     key: Sequence[str]
+    table_id: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,6 +30,7 @@ from icestream.errors import (
     ConfigInvalid,
     DataRejected,
     Fenced,
+    NeedsOperator,
     ProgressLost,
     SchemaRejected,
     TargetUnavailable,
@@ -38,7 +39,12 @@ from icestream.failpoints import FailpointError
 from icestream.frontier import START, Frontier
 from icestream.schema import Column, TableShape
 from icestream.sinks import Written
-from icestream.sinks.opensearch import OpenSearchOptions, OpenSearchSink, client
+from icestream.sinks.opensearch import (
+    OpenSearchOptions,
+    OpenSearchSink,
+    OpenSearchWriter,
+    client,
+)
 from tests.proxy import Proxy
 from tests.servers import OpenSearch, wait_until
 
@@ -100,7 +106,7 @@ def sink_on(node: OpenSearch | Proxy, **options: Any) -> OpenSearchSink:
     return OpenSearchSink(OpenSearchOptions(hosts=[node.url], **options), "pipe")
 
 
-def started(node: OpenSearch | Proxy, **options: Any) -> OpenSearchSink:
+def prepared(node: OpenSearch | Proxy, **options: Any) -> OpenSearchSink:
     """A sink that owns the pipeline and whose index is there."""
     sink = sink_on(node, **options)
     sink.claim([TABLE])
@@ -108,8 +114,15 @@ def started(node: OpenSearch | Proxy, **options: Any) -> OpenSearchSink:
     return sink
 
 
+def started(node: OpenSearch | Proxy, **options: Any) -> OpenSearchSink:
+    """A sink whose index is named by the progress, and so takes documents."""
+    sink = prepared(node, **options)
+    sink.writer(epoch(1), [TABLE])
+    return sink
+
+
 def shape(*more: Column) -> TableShape:
-    return TableShape(columns=[*COLUMNS, *more], key=["id"])
+    return TableShape(columns=[*COLUMNS, *more], key=["id"], table_id="id-1")
 
 
 def changes(ids: list[str | None], version: int = 5, **fields: Any) -> pa.Table:
@@ -244,6 +257,24 @@ def body_of(pattern: str, template: object, priority: int) -> dict[str, object]:
     return {"index_patterns": [pattern], "priority": priority, "template": template}
 
 
+def test_a_strict_mapping_takes_a_new_column_after_its_owner_has_added_it(
+    node: OpenSearch,
+) -> None:
+    """O10, E10, Mend g2: the way out that the error names; its owner is named there too."""
+    fields = {name: {"type": "keyword"} for name in ("id", "name")}
+    own = {"mappings": {"properties": fields, "dynamic": "strict"}}
+    ask(node, "PUT", "/_index_template/own", body_of("shop.*", own, 7))
+    sink = started(node)
+    commit(sink, 1)
+    assert owner(node)["pipeline"] == "pipe"
+    with pytest.raises(DataRejected) as refused:
+        send(sink, changes(["b"], version=2, discount=5), 2)
+    assert "strict_dynamic_mapping_exception" in str(refused.value.detail)
+    assert "can be added" in str(refused.value.hint)
+    ask(node, "PUT", "/shop.orders/_mapping", {"properties": {"discount": {"type": "long"}}})
+    commit(sink, 2, changes(["b"], version=2, discount=5))
+
+
 def test_a_users_template_of_the_old_kind_wins_too(node: OpenSearch) -> None:
     """O10: a template of the new kind would make OpenSearch forget it."""
     own = {"index_patterns": ["shop.*"], "mappings": {"properties": {"price": {"type": "double"}}}}
@@ -364,10 +395,227 @@ def test_an_alias_of_one_index_leads_there(node: OpenSearch) -> None:
     assert progress(node)["_source"]["indices"][TABLE]["index"] == "mine"
 
 
+def test_a_data_stream_is_no_index(node: OpenSearch) -> None:
+    """O11, O15, Mend i1: it would refuse each document, or all would become letters."""
+    body = {"index_patterns": ["shop.*"], "data_stream": {}, "priority": 5}
+    ask(node, "PUT", "/_index_template/own", body)
+    ask(node, "PUT", "/_data_stream/shop.orders")
+    try:
+        said = refused_at_start(sink_on(node))
+    finally:
+        ask(node, "DELETE", "/_data_stream/shop.orders")
+    assert said.message == "shop.orders is a data stream"
+
+
 def test_two_tables_do_not_share_an_index(node: OpenSearch) -> None:
     """O11, O12: their versions are not comparable."""
     with pytest.raises(ConfigInvalid, match="go into one index"):
         sink_on(node, index="mine").claim(["shop.orders", "shop.customers"])
+
+
+# Whose index it is
+
+
+def other_sink(node: OpenSearch | Proxy, pipeline: str = "other", **options: Any) -> OpenSearchSink:
+    return OpenSearchSink(OpenSearchOptions(hosts=[node.url], **options), pipeline)
+
+
+def put_documents(node: OpenSearch, *ids: str, index: str = "shop.orders") -> None:
+    """Documents that no pipeline has brought, not yet found by searches."""
+    ask(node, "PUT", f"/{index}", {"settings": {"refresh_interval": "-1"}})
+    for id_ in ids:
+        ask(node, "PUT", f"/{index}/_doc/{id_}", {"name": "stranger"})
+
+
+def owner(node: OpenSearch, index: str = "shop.orders") -> dict[str, Any]:
+    return dict(mapping(node, index).get("_meta", {}).get("icestream", {}))
+
+
+def refused_at_start(sink: OpenSearchSink) -> NeedsOperator:
+    """What `check` and the start of a run say; a run that comes later to the table says it too."""
+    with pytest.raises(NeedsOperator) as early:
+        sink.durable([TABLE])
+    sink.claim([TABLE])
+    with pytest.raises(NeedsOperator) as late:
+        sink.prepare(TABLE, shape)
+    assert str(early.value) == str(late.value)
+    return early.value
+
+
+def test_an_index_says_whose_it_is_from_the_start(node: OpenSearch) -> None:
+    """O15, Mend i1: pipeline and table, in the request that creates it; nobody else gets it."""
+    sink = prepared(node)
+    assert owner(node) == {"pipeline": "pipe", "table": TABLE, "table_id": "id-1"}
+    said = refused_at_start(other_sink(node))
+    assert isinstance(said, ConfigInvalid)
+    assert "belongs to someone else" in said.message
+    assert f"pipeline pipe, table {TABLE} (id-1)" in str(said.detail)
+    commit(sink, 1)
+    assert count(node) == 1
+
+
+def test_a_first_load_over_a_strangers_documents_is_refused(node: OpenSearch) -> None:
+    """O15, Mend i1: they would stay for ever; another index, or none, is a way out."""
+    put_documents(node, "x", "y")
+    sink = sink_on(node)
+    said = refused_at_start(sink)
+    assert isinstance(said, ConfigInvalid)
+    assert "index shop.orders holds documents that pipeline pipe has not brought" in said.message
+    assert "There are 2" in str(said.detail)
+    for way in ("another index with `index`", "delete this one"):
+        assert way in str(said.hint)
+    assert owner(node) == {}
+    assert ask(node, "GET", "/_index_template")["index_templates"] == []
+    elsewhere = started(node, index="mine")
+    commit(elsewhere, 1)
+    assert (count(node, "mine"), count(node)) == (1, 2)
+    ask(node, "DELETE", "/icestream-progress")
+    ask(node, "DELETE", "/shop.orders")
+    commit(started(node), 1)
+    assert {hit["_id"] for hit in searched(node, "shop.orders")} == {"a"}
+
+
+def test_an_index_is_adopted_with_all_that_it_holds_when_a_person_says_so(
+    node: OpenSearch,
+) -> None:
+    """O15, Mend i1: by the request that the error names; it is permission for one time."""
+    put_documents(node, "x")
+    ask(node, "PUT", "/shop.orders/_mapping", {"_meta": {"mine": 1}})
+    hint = str(refused_at_start(sink_on(node)).hint)
+    path, body = hint.split("`PUT ")[1].split("` with the body ")
+    ask(node, "PUT", path, json.loads(body))
+    sink = prepared(node)
+    assert owner(node)["adopt"] is True
+    commit(sink, 1)
+    assert owner(node) == {"pipeline": "pipe", "table": TABLE, "table_id": "id-1"}
+    assert {hit["_id"] for hit in searched(node, "shop.orders")} == {"a", "x"}
+    ask(node, "DELETE", "/icestream-progress/_doc/pipe")
+    assert "knows nothing of them" in refused_at_start(sink_on(node)).message
+
+
+def test_documents_whose_progress_was_lost_are_not_loaded_over(node: OpenSearch) -> None:
+    """O15, E3, Mend i1: some of them may have no row any more; without the index it goes on."""
+    commit(started(node), 1, changes(["gone", "old"], version=9))
+    ask(node, "DELETE", "/icestream-progress/_doc/pipe")
+    said = refused_at_start(sink_on(node))
+    assert isinstance(said, ProgressLost)
+    assert "progress of pipeline pipe knows nothing of them" in said.message
+    assert "delete the index" in str(said.hint)
+    ask(node, "DELETE", "/shop.orders")
+    commit(started(node), 1, changes(["new"], version=2))
+    assert {hit["_id"] for hit in searched(node, "shop.orders")} == {"new"}
+
+
+@pytest.mark.parametrize("same_name", [True, False])
+def test_tables_of_two_catalogs_do_not_share_an_index(node: OpenSearch, same_name: bool) -> None:
+    """O15, Mend i1: neither does a table that was made anew under the name of another."""
+    commit(started(node), 1, changes(["a", "b"], version=9))
+    made_anew = TableShape(columns=COLUMNS, key=["id"], table_id="id-2")
+    pipeline = "pipe" if same_name else "other"
+    sink = other_sink(node, pipeline, progress_index="shop.progress")
+    sink.claim([TABLE])
+    with pytest.raises(ConfigInvalid, match="belongs to someone else"):
+        sink.prepare(TABLE, lambda: made_anew)
+
+
+def test_an_index_of_an_earlier_version_goes_on(node: OpenSearch) -> None:
+    """O15, E2, Mend i1: the progress names it; what else its mapping says stays."""
+    commit(started(node), 1)
+    ask(node, "PUT", "/shop.orders/_mapping", {"_meta": {"mine": {"team": "search"}}})
+    assert owner(node) == {}
+    sink = sink_on(node)
+    assert set(sink.durable([TABLE])) == {TABLE}
+    sink = started(node)
+    commit(sink, 2)
+    assert owner(node)["table_id"] == "id-1"
+    assert mapping(node)["_meta"]["mine"] == {"team": "search"}
+
+
+def test_an_index_is_known_again_after_a_kill_in_the_first_epoch(
+    node: OpenSearch, proxy: Proxy
+) -> None:
+    """O15, E2, Mend i1: documents are there before any commit, the index's name is before them."""
+    for id_ in ("a", "b"):
+        sink = started(proxy)
+        send(sink, changes(["a", "b"]))
+        assert progress(node)["_source"]["epoch"] == 0, id_
+    puts = [asked for asked in proxy.requests if asked.method == "PUT" and "_doc" in asked.path]
+    assert len(puts) == 2, "one for the second claim, one for the name of the index"
+    assert not commit(sink, 1, changes(["a", "b"]))
+    assert count(node) == 2
+
+
+def test_a_name_whose_answer_was_lost_is_written_once_more(node: OpenSearch, proxy: Proxy) -> None:
+    """O15, E3, Mend i1: and a run that was fenced meanwhile sends no document."""
+    sink = prepared(proxy)
+    proxy.on("PUT", "_doc/pipe").lose_answer()
+    send(sink, changes(["a"]))
+    assert set(progress(node)["_source"]["indices"]) == {TABLE}
+    ask(node, "DELETE", "/icestream-progress")
+    ask(node, "DELETE", "/shop.orders")
+    sink = prepared(node)
+    sink_on(node).claim([TABLE])
+    with pytest.raises(Fenced):
+        send(sink, changes(["a"]))
+    assert count(node) == 0
+
+
+def test_a_conflict_that_no_replay_explains_is_an_error(node: OpenSearch) -> None:
+    """O15, O12, Mend i1: somebody else's newer version is not taken for done."""
+    sink = started(node)
+    commit(sink, 1, changes(["a", "b", "c"], version=1))
+    external = "version=8&version_type=external"
+    ask(node, "PUT", f"/shop.orders/_doc/b?{external}", {"name": "stranger"})
+    with pytest.raises(ProgressLost) as refused:
+        commit(sink, 2, changes(["a", "b"], version=2))
+    assert f"newer documents than table {TABLE} gives" in refused.value.message
+    assert "There are 1, such as b." in str(refused.value.detail)
+    assert progress(node)["_source"]["epoch"] == 1
+    # The way out.
+    ask(node, "DELETE", "/icestream-progress/_doc/pipe")
+    ask(node, "DELETE", "/shop.orders")
+    commit(started(node), 1, changes(["a", "b"], version=2))
+    assert document(node, "b")["_source"]["name"] == "v2"
+
+
+def test_a_load_into_an_emptied_index_that_remembers_newer_versions_is_an_error(
+    node: OpenSearch,
+) -> None:
+    """O15, O12, Mend i1: deletes that OpenSearch still knows would swallow documents."""
+    sink = started(node)
+    commit(sink, 1, changes(["a"], version=9))
+    commit(sink, 2, changes(["a"], version=10, deletes=["a"]))
+    ask(node, "DELETE", "/icestream-progress/_doc/pipe")
+    with pytest.raises(ProgressLost, match="newer documents"):
+        commit(started(node), 1, changes(["a"], version=2))
+
+
+def test_a_run_that_was_overtaken_says_that_and_not_conflict(node: OpenSearch) -> None:
+    """O15, E6, Mend i1: a newer run has newer versions by right."""
+    older = started(node)
+    commit(older, 1, changes(["a"], version=1))
+    newer = started(node)
+    commit(newer, 2, changes(["a"], version=3))
+    reports = list(
+        OpenSearchWriter(
+            options=OpenSearchOptions(hosts=[node.url]), indices={TABLE: "shop.orders"}
+        ).write(TABLE, "0", changes(["a"], version=2))
+    )
+    with pytest.raises(Fenced, match="newer run"):
+        older.commit(Written(epoch=epoch(2), reports=reports, writer=None, labels={}))
+
+
+def test_an_index_that_gets_another_owner_takes_no_epoch_more(node: OpenSearch) -> None:
+    """O15, Mend i1: somebody gives it away while the pipeline runs."""
+    sink = started(node)
+    commit(sink, 1)
+    meta = {**mapping(node)["_meta"], "icestream": {"pipeline": "other", "table": TABLE}}
+    ask(node, "PUT", "/shop.orders/_mapping", {"_meta": meta})
+    with pytest.raises(ConfigInvalid, match="belongs to someone else"):
+        commit(sink, 2)
+    assert progress(node)["_source"]["epoch"] == 1
+    with pytest.raises(ConfigInvalid, match="belongs to someone else"):
+        sink_on(node).claim([TABLE])
 
 
 # Documents
@@ -655,7 +903,8 @@ def test_a_commit_whose_answer_was_lost_is_found_and_not_repeated(
     sink = started(proxy)
     getattr(proxy.on("PUT", "_doc/pipe"), fault)()
     assert commit(sink, 1)
-    assert progress(node)["_version"] == 2
+    # The claim, the name of the index, and the epoch once.
+    assert progress(node)["_version"] == 3
     assert not commit(sink, 2)
 
 
@@ -668,7 +917,8 @@ def test_a_commit_that_did_not_arrive_is_made_again(
     rule = proxy.on("PUT", "_doc/pipe")
     rule.refuse(503) if fault == "refuse" else rule.cut_before()
     assert not commit(sink, 1)
-    assert progress(node)["_version"] == 2
+    # The claim, the name of the index, and the epoch once.
+    assert progress(node)["_version"] == 3
 
 
 def test_a_conflict_with_ones_own_commit_is_a_success(node: OpenSearch, proxy: Proxy) -> None:
@@ -680,7 +930,8 @@ def test_a_conflict_with_ones_own_commit_is_a_success(node: OpenSearch, proxy: P
     proxy.on("PUT", "_doc/pipe").call_before(lambda: twin.commit(written))
     (committed,) = sink.commit(written)
     assert committed.duplicate
-    assert progress(node)["_version"] == 2
+    # The claim, the name of the index, and the epoch once.
+    assert progress(node)["_version"] == 3
 
 
 def started_twin(node: OpenSearch, sink: OpenSearchSink) -> OpenSearchSink:

@@ -627,6 +627,32 @@ def test_what_was_lost_is_noticed_and_left_to_a_person(
         assert search.documents() in (documents, {})
 
 
+def test_a_table_that_was_made_anew_is_not_loaded_over_the_old_ones_documents(
+    search: Search, shell: Shell
+) -> None:
+    """O15, O6, Mend i1: its versions are lower; without progress nobody knows what is stale."""
+    search.create()
+    for number in range(5):
+        search.insert(number)
+    search.run()
+    (uuid,) = {partition.split()[2] for partition in search.progress()["upper"]}
+    owner = {"pipeline": PIPELINE, "table": TABLE, "table_id": uuid}
+    meta = search.ask("GET", f"/{TABLE}/_mapping")[TABLE]["mappings"]["_meta"]
+    assert meta == {"icestream": owner}
+    search.sql(f"DROP TABLE {TABLE}")
+    search.create()
+    search.insert(3, 7, name="anew")
+    search.ask("DELETE", f"/icestream-progress/_doc/{PIPELINE}")
+    said = ("knows nothing of them", "There are 5", uuid, "delete the index")
+    file = shell.write(search.document())
+    for command in (("check", file), ("run", "--once", file)):
+        assert_refused(shell(*command), EXIT_OPERATOR, *said)
+    assert search.progress() == {}
+    search.ask("DELETE", f"/{TABLE}")
+    search.run()
+    search.assert_equal()
+
+
 def test_other_identifier_columns_are_refused(search: Search, shell: Shell) -> None:
     """O9: documents under the old identifiers would stay for ever."""
     search.create()
@@ -797,7 +823,8 @@ def test_a_step_over_several_snapshots_is_finished_when_steps_become_single(
     assert since(before) == {"indexed": 2}
 
 
-@pytest.mark.parametrize("point", ["before-swap=error@3", "after-write=error@2"])
+# The claim, the choice of the snapshot and the name of the index come first.
+@pytest.mark.parametrize("point", ["before-swap=error@4", "after-write=error@2"])
 def test_a_load_that_died_before_its_first_commit_is_finished_as_it_began(
     search: Search, fail: Callable[[str], None], point: str
 ) -> None:

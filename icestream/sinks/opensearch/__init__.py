@@ -4,7 +4,8 @@
     Sink.commit  ──► the progress document, by compare-and-swap              (coordinator)
 
 The frontier moves only when every operation of the epoch is acknowledged. Between the two steps
-documents are visible that no frontier speaks of yet; writing them again changes nothing.
+documents are visible that no frontier speaks of yet; writing them again changes nothing. Before the
+first document of a table is sent the progress names its index, and the index its owner (`owners`).
 """
 
 import json
@@ -27,9 +28,18 @@ from icestream.schema import Column, TableShape
 from icestream.sinks import Committed, Written
 from icestream.sinks.opensearch.bulk import OpenSearchWriter
 from icestream.sinks.opensearch.client import BAD_REQUEST, NOT_FOUND, OK, Answer, Client
-from icestream.sinks.opensearch.commit import Commit, Index, ProgressDocument, create_index
+from icestream.sinks.opensearch.commit import (
+    SEEN,
+    Commit,
+    Conflicts,
+    Index,
+    ProgressDocument,
+    create_index,
+    seen,
+)
 from icestream.sinks.opensearch.mapping import missing, narrower, properties
 from icestream.sinks.opensearch.options import DEAD_LETTER, OpenSearchOptions, dead_letters
+from icestream.sinks.opensearch.owners import KEY, Owner, refuse_other, stranger
 from icestream.sinks.opensearch.signing import from_environment
 
 __all__ = ["OpenSearchOptions", "OpenSearchSink", "OpenSearchWriter"]
@@ -68,10 +78,17 @@ _OPERATIONS = {
 
 @dataclass(slots=True)
 class _State:
-    """What this run knows of the pipeline: what it last saw or made."""
+    """What this run knows of the pipeline: what it last saw or made.
+
+    `named` are the tables whose indices the progress document names, `metas` what the mappings of
+    prepared indices say of themselves.
+    """
 
     progress: Progress
     indices: dict[str, Index] = field(default_factory=dict)
+    named: set[str] = field(default_factory=set)
+    metas: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    table_ids: dict[str, str] = field(default_factory=dict)
     mapped: dict[str, Sequence[Column]] = field(default_factory=dict)
 
 
@@ -86,8 +103,16 @@ class OpenSearchSink:
         self._state: _State | None = None
 
     def durable(self, tables: Sequence[str]) -> Mapping[str, Progress]:
-        """What the document remembers, the same for each table; see `Sink.durable`."""
+        """What the document remembers, the same for each table; see `Sink.durable`.
+
+        Raises what would keep a run from writing to one of the indices.
+        """
+        self._refuse_shared(tables)
         head = self._document.read()
+        self._document.refuse_lost({t: i for t, i in head.indices.items() if t in tables})
+        for table in tables:
+            if table not in head.indices:
+                self._found(table, self._owner(table), None)
         return dict.fromkeys(tables, head.progress) if head.sequence is not None else {}
 
     def claim(self, tables: Sequence[str]) -> Mapping[str, Progress]:
@@ -97,7 +122,7 @@ class OpenSearchSink:
         """
         self._refuse_shared(tables)
         head = self._document.claim(tables)
-        self._state = _State(head.progress, dict(head.indices))
+        self._state = _State(head.progress, dict(head.indices), set(head.indices))
         failpoints.reach(failpoints.AFTER_CLAIM)
         return dict.fromkeys(tables, head.progress)
 
@@ -107,28 +132,27 @@ class OpenSearchSink:
         The shape is asked every time, for this is how the index learns of new columns.
         """
         state, known = self._claimed(), shape()
-        index = self._options.index_name(table)
         if known is None:
-            found = self._found(table, index)
-            if found is not None:
-                state.indices[table] = found
-            return found is not None
+            return self._entered(table)
         columns = list(known.columns)
         if state.mapped.get(table) == columns and table in state.indices:
             return True
+        index = self._options.index_name(table)
+        state.table_ids[table] = known.table_id
+        there = self._entered(table)
         own = self._offer_mapping(index, properties(columns))
-        found = self._found(table, index)
-        if found is None:
-            create_index(self._client, index)
-            found = self._found(table, index)
+        if not there:
+            mine = {KEY: self._owner(table).to_json()}
+            create_index(self._client, index, {"mappings": {"_meta": mine}})
             log.info("index created", extra={"table": table, "index": index, "template": own})
-        if found is None:
+        if not there and not self._entered(table):
             raise _deleted(index)
+        name = state.indices[table].name
         if self._options.on_error == DEAD_LETTER:
-            self._install_template(dead_letters(found.name), _DEAD_LETTERS, {})
-        self._remember_deletes(found.name)
-        self._complete(found.name, columns)
-        state.indices[table], state.mapped[table] = found, columns
+            self._install_template(dead_letters(name), _DEAD_LETTERS, {})
+        self._remember_deletes(name)
+        self._complete(name, columns)
+        state.mapped[table] = columns
         return True
 
     def evolve(self, table: str, columns: Sequence[Column]) -> None:
@@ -142,6 +166,7 @@ class OpenSearchSink:
 
     def writer(self, epoch: Epoch, tables: Sequence[str]) -> OpenSearchWriter:
         """A writer for the epoch; what it sends is recognised when it is sent again."""
+        self._take(tables)
         indices = self._claimed().indices
         return OpenSearchWriter(
             options=self._options,
@@ -156,7 +181,7 @@ class OpenSearchSink:
         started = time.monotonic()
         reports = [json.loads(report) for report in written.reports]
         tables = sorted({str(report["table"]) for report in reports})
-        duplicate = self._publish(written.epoch, written.labels, tables)
+        duplicate = self._publish(written.epoch, written.labels, tables, _conflicts(reports))
         seconds = time.monotonic() - started
         for table in tables:
             metrics.COMMIT_LATENCY.labels(table).observe(seconds)
@@ -179,11 +204,12 @@ class OpenSearchSink:
         if head.sequence is None:
             return []
         progress = head.progress
-        found = self._document.uuids([index.name for index in head.indices.values()])
+        found = self._document.look([index.name for index in head.indices.values()])
         rows: list[dict[str, object]] = []
         for table in sorted({*tables, *head.indices}):
             index = head.indices.get(table)
-            lost = index is not None and found.get(index.name) != index.uuid
+            there = found.get(index.name) if index else None
+            lost = index is not None and (there is None or there.uuid != index.uuid)
             rows.append(
                 {
                     "pipeline": self._pipeline,
@@ -207,7 +233,13 @@ class OpenSearchSink:
             raise Broken("a pipeline is written to before it is claimed")
         return self._state
 
-    def _publish(self, epoch: Epoch, labels: Mapping[str, str], tables: Sequence[str]) -> bool:
+    def _publish(
+        self,
+        epoch: Epoch,
+        labels: Mapping[str, str],
+        tables: Sequence[str],
+        conflicts: Conflicts | None = None,
+    ) -> bool:
         state = self._claimed()
         new = Progress(
             pipeline=self._pipeline,
@@ -223,6 +255,7 @@ class OpenSearchSink:
             new=new,
             indices={table: state.indices[table] for table in tables},
             labels=labels,
+            conflicts=conflicts,
         )
         duplicate = self._document.publish(commit)
         state.progress = new
@@ -248,29 +281,89 @@ class OpenSearchSink:
                     hint='Write `${getMetadata("iceberg_table_name")}` into the name of `index`.',
                 )
 
-    def _found(self, table: str, name: str) -> Index | None:
-        """The index behind the name, which may be an alias; raises when it is another than ever."""
-        answer = self._client.call(
-            "GET", f"/{quote(name, safe='')}/_settings/index.uuid?flat_settings=true"
-        )
+    def _owner(self, table: str) -> Owner:
+        table_id = self._state.table_ids.get(table, "") if self._state else ""
+        return Owner(pipeline=self._pipeline, table=table, table_id=table_id)
+
+    def _entered(self, table: str) -> bool:
+        """Find the table's index and remember what it says of itself; False when there is none."""
         state = self._claimed()
         before = state.indices.get(table)
+        found = self._found(table, self._owner(table), before, named=table in state.named)
+        if found is None:
+            return False
+        state.indices[table], state.metas[table] = found
+        return True
+
+    def _take(self, tables: Sequence[str]) -> None:
+        """Let the progress name the indices, and these their owner, before documents come."""
+        state = self._claimed()
+        new = {table: state.indices[table] for table in tables if table not in state.named}
+        if new:
+            self._document.name(state.progress, new)
+            state.named |= new.keys()
+        for table in tables:
+            mine, meta = self._owner(table).to_json(), state.metas.get(table)
+            if meta is None or meta.get(KEY) == mine:
+                continue
+            index, meta = state.indices[table].name, {**meta, KEY: mine}
+            answer = self._client.call("PUT", f"/{quote(index, safe='')}/_mapping", {"_meta": meta})
+            if answer.status != OK:
+                raise ConfigInvalid(
+                    f"index {index} does not take the name of its owner", detail=answer.reason
+                )
+            state.metas[table] = meta
+
+    def _found(
+        self, table: str, mine: Owner, before: Index | None, named: bool = False
+    ) -> tuple[Index, Mapping[str, Any]] | None:
+        """The index behind the table's name, which may be an alias, and its `_meta`.
+
+        Raises when it is another than before, or is not the pipeline's to write to.
+        """
+        name = self._options.index_name(table)
+        answer = self._client.call("GET", f"/{quote(name, safe='')}?{SEEN}")
         if answer.status == NOT_FOUND:
             if before is not None:
                 raise self._other_index(table, before)
             return None
-        found = answer.json()
-        if answer.status != OK or len(found) != 1:
+        found = seen(answer) if answer.status == OK else {}
+        if len(found) != 1:
             raise ConfigInvalid(
                 f"{name} does not stand for one index",
                 detail=answer.reason if answer.status != OK else f"Found: {', '.join(found)}.",
                 hint="Let the alias stand for a single index, or name another one with `index`.",
             )
-        ((concrete, settings),) = found.items()
-        index = Index(name=concrete, uuid=settings["settings"]["index.uuid"])
+        ((concrete, there),) = found.items()
+        if there.data_stream:
+            raise ConfigInvalid(
+                f"{name} is a data stream",
+                detail="Documents are only ever added there; those of a table change and go.",
+                hint="Name another index with `index`.",
+            )
+        index = Index(name=concrete, uuid=there.uuid)
         if before is not None and before != index:
             raise self._other_index(table, before)
-        return index
+        owner = there.owner
+        refuse_other(concrete, owner, mine)
+        if not named and not (owner and owner.adopt):
+            count = self._count_of(concrete)
+            if count:
+                raise stranger(concrete, count, owner, mine)
+        return index, there.meta
+
+    def _count_of(self, index: str) -> int:
+        """The number of documents, also of those that searches do not find yet."""
+        path = f"/{quote(index, safe='')}"
+        for method, what in (("POST", "_refresh"), ("GET", "_count")):
+            answer = self._client.call(method, f"{path}/{what}")
+            if answer.status != OK:
+                raise ConfigInvalid(
+                    f"the documents of index {index} cannot be counted",
+                    detail=answer.reason,
+                    hint="Open the index if it is closed, or name another one with `index`.",
+                )
+        return int(answer.json()["count"])
 
     def _other_index(self, table: str, before: Index) -> ProgressLost:
         return ProgressLost(
@@ -360,6 +453,16 @@ class OpenSearchSink:
             raise _deleted(index)
         found: Mapping[str, Any] = answer.json()[index]["mappings"]
         return found
+
+
+def _conflicts(reports: Sequence[Mapping[str, Any]]) -> Conflicts | None:
+    """Documents of the first table that has some which are newer than what was sent."""
+    met = [report for report in reports if report["superseded"]]
+    if not met:
+        return None
+    table = met[0]["table"]
+    count = sum(report["superseded"] for report in met if report["table"] == table)
+    return Conflicts(table=table, count=count, example=met[0]["superseded_id"])
 
 
 def _deleted(index: str) -> ProgressLost:

@@ -7,7 +7,8 @@
 The lines of all changes are built as one Arrow column, and a request's body is a piece of that
 column's memory. Every operation carries the row's Iceberg sequence number as an external version:
 the same change again is accepted and changes nothing, an older one is answered with a conflict and
-counted as superseded. So a task may run twice, or long after a newer run has taken over.
+counted as superseded. So a task may run twice, or long after a newer run has taken over. A run that
+no newer one has fenced never meets a conflict, unless a stranger writes there: its commit refuses.
 
 A dead letter takes its document out of the index: what stood there before is no longer true. The
 letter is kept first, and the delete has the version of the change; so a second time does the same.
@@ -68,6 +69,7 @@ DOCUMENT = "document"
 ID_BYTES_MAX = 512
 # A document that is too large for its index would be too large as a dead letter.
 DEAD_LETTER_CHARACTERS_MAX = 256 * 1024
+_ID_CHARACTERS_SHOWN = 100
 _FILTER = "filter_path=errors,items.*.status,items.*.error.type,items.*.error.reason"
 _NO_ERRORS = b'{"errors":false'
 _STATUS = b'"status":'
@@ -99,6 +101,7 @@ class Tally:
     indexed: int = 0
     deleted: int = 0
     superseded: int = 0
+    superseded_id: str = ""
     dead_letters: int = 0
     retries: int = 0
     size_bytes: int = 0
@@ -271,7 +274,7 @@ class _Sending:
         busy = batch.part(items.again)
         refused_rows = np.array([one.row for one in items.failures], np.int64)
         open_rows = np.concatenate([busy.rows, items.superseded, refused_rows])
-        self._tally.superseded += len(items.superseded)
+        self._supersede(items.superseded)
         self._acknowledge(np.setdiff1d(batch.rows, open_rows))
         failures.extend(items.failures)
         if len(busy):
@@ -313,12 +316,13 @@ class _Sending:
         shown = _QUOTED_VALUE.sub("", first.reason)
         others = f", and {len(failures) - 1} more" if len(failures) > 1 else ""
         raise DataRejected(
-            f"index {self._index} refuses document {id_ if id_ is None else id_[:100]}{others}",
+            f"index {self._index} refuses document "
+            f"{id_ if id_ is None else id_[:_ID_CHARACTERS_SHOWN]}{others}",
             detail=f"{first.kind}: {shown}",
-            hint="The type of a field cannot be changed: delete the index and the pipeline's "
-            "progress, so that all is loaded anew into an index with a mapping that takes it; or "
-            "set `on_error: dead_letter` to keep such documents in index "
-            f"{dead_letters(self._index)} instead.",
+            hint="A field that the mapping lacks can be added to it. The type of a field cannot be "
+            "changed: delete the index and the pipeline's progress, so that all is loaded anew "
+            "with a mapping that takes it. Or set `on_error: dead_letter` to keep such documents "
+            f"in index {dead_letters(self._index)} instead.",
         )
 
     def _keep(self, failures: Sequence[Failure]) -> None:
@@ -354,16 +358,23 @@ class _Sending:
         }
         lines = bulk_lines(pa.record_batch(deletes))
         newer = self._insist(self._index, lines, "delete what was refused from")
-        self._tally.superseded += newer
+        self._supersede(rows[newer])
 
-    def _insist(self, index: str, lines: pa.Array, what: str) -> int:
-        """Send lines until each is taken; the number of those that met a newer version."""
+    def _supersede(self, rows: np.ndarray) -> None:
+        """Count changes whose documents are newer already; one of them is named."""
+        self._tally.superseded += len(rows)
+        if len(rows) and not self._tally.superseded_id:
+            id_ = self._changes.column(ID)[int(rows[0])].as_py()
+            self._tally.superseded_id = id_[:_ID_CHARACTERS_SHOWN]
+
+    def _insist(self, index: str, lines: pa.Array, what: str) -> np.ndarray:
+        """Send lines until each is taken; the places of those that met a newer version."""
         sending = _Insisting(self._client, index, self._patience, what)
         whole = Batch(lines, np.arange(len(lines)))
         limits = self._options.bulk_bytes_max, self._options.bulk_documents_max
-        return sum(
-            sending.send(whole.span(start, end)) for start, end in cut(offsets(lines), *limits)
-        )
+        spans = cut(offsets(lines), *limits)
+        newer = [sending.send(whole.span(start, end)) for start, end in spans]
+        return np.concatenate([np.array([], np.int64), *newer])
 
     def _letter(self, failure: Failure, change: Mapping[str, object]) -> str:
         """The lines that index a dead letter, under an id that the same failure has again."""
@@ -393,9 +404,9 @@ class _Insisting:
     patience: Patience
     what: str
 
-    def send(self, batch: Batch) -> int:
-        """Send until every line is taken; the number of conflicts that were met."""
-        conflicts = 0
+    def send(self, batch: Batch) -> np.ndarray:
+        """Send until every line is taken; the rows of those that met a conflict."""
+        conflicts = np.array([], np.int64)
         while len(batch):
             try:
                 answer = self.client.ask(
@@ -410,7 +421,7 @@ class _Insisting:
             if answer.status != OK:
                 raise self._failed(answer.reason)
             items = read_items(answer, batch.rows)
-            conflicts += len(items.superseded)
+            conflicts = np.concatenate([conflicts, items.superseded])
             if items.failures:
                 wrong = items.failures[0]
                 raise self._failed(f"{wrong.kind}: {_QUOTED_VALUE.sub('', wrong.reason)}")

@@ -10,13 +10,16 @@ Four rules guard every attempt to replace it, the same as for an Iceberg table:
    newer, and the indices that the progress speaks of are still the same ones.
 3. Fence: no newer generation of the pipeline has claimed it.
 4. Read-back: after an answer was lost or a conflict was met, look for the own batch id first.
+
+The document names an index before the first document goes there. So a restart knows its own index
+from one that holds somebody else's documents, or those of a progress that was lost.
 """
 
 import json
 import logging
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import quote
@@ -39,10 +42,12 @@ from icestream.sinks.opensearch.client import (
     CREATED,
     NOT_FOUND,
     OK,
+    Answer,
     Client,
     Patience,
     passing,
 )
+from icestream.sinks.opensearch.owners import Owner, owner_of, refuse_other
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +55,8 @@ log = logging.getLogger(__name__)
 CLAIMS_MAX = 5
 # An epoch meets a conflict only with a rival, and then the rules decide; this bounds defects.
 CONFLICTS_MAX = 5
+# What is asked of an index, to tell whether and whose it is.
+SEEN = "filter_path=error,*.data_stream,*.settings.index.uuid,*.mappings._meta"
 _PROGRESS_INDEX = {
     "settings": {"number_of_shards": 1, "auto_expand_replicas": "0-1"},
     # Partitions of a frontier have any names, and nobody searches for them.
@@ -67,6 +74,29 @@ class Index:
     def to_json(self) -> dict[str, str]:
         """The index as the progress document has it."""
         return {"index": self.name, "uuid": self.uuid}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """An index as it was found: its identity, the `_meta` of its mapping, its data stream."""
+
+    uuid: str
+    meta: Mapping[str, Any]
+    data_stream: str = ""
+
+    @property
+    def owner(self) -> Owner | None:
+        """Who fills it, as it says itself."""
+        return owner_of(self.meta)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conflicts:
+    """Documents of a table that are newer in their index than what was sent."""
+
+    table: str
+    count: int
+    example: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +120,7 @@ class Commit:
     new: Progress
     indices: Mapping[str, Index]
     labels: Mapping[str, str]
+    conflicts: Conflicts | None = None
 
     @property
     def batch_id(self) -> str:
@@ -157,17 +188,40 @@ class ProgressDocument:
         `Fenced` or `ProgressLost` with nothing published, and `CommitUnknown` or
         `TargetUnavailable` when OpenSearch did not come back in time: a restart finds out.
         """
+        return self._insist(lambda attempted: self._publish(commit, attempted))
+
+    def name(self, mine: Progress, indices: Mapping[str, Index]) -> None:
+        """Remember indices before the first document goes there; the progress stays as it is.
+
+        Raises as `publish` does.
+        """
+
+        def attempt(attempted: bool) -> bool:
+            head = self.read()
+            self._refuse_newer(head, mine)
+            if failpoints.rule_on(failpoints.RULE_CONTINUITY) and head.progress != mine:
+                raise self._not_left(head.progress, mine)
+            self._swap(head, self._source(mine, replace(head, indices={**head.indices, **indices})))
+            return True
+
+        self._insist(attempt)
+
+    def _publish(self, commit: Commit, attempted: bool) -> bool:
+        head = self.read()
+        if self._published(head, commit, attempted):
+            return True
+        self._check(head, commit)
+        failpoints.reach(failpoints.BEFORE_PUBLISH)
+        self._swap(head, self._source(commit.new, head, commit=commit))
+        failpoints.reach(failpoints.AFTER_PUBLISH)
+        return False
+
+    def _insist(self, attempt: Callable[[bool], bool]) -> bool:
+        """Try until OpenSearch has answered, within bounds; an attempt knows if it is the first."""
         patience, conflicts, attempted = Patience(), 0, False
         while True:
             try:
-                head = self.read()
-                if self._published(head, commit, attempted):
-                    return True
-                self._check(head, commit)
-                failpoints.reach(failpoints.BEFORE_PUBLISH)
-                self._swap(head, self._source(commit.new, head, commit=commit))
-                failpoints.reach(failpoints.AFTER_PUBLISH)
-                return False
+                return attempt(attempted)
             except CommitConflict as error:
                 conflicts += 1
                 self._note(error)
@@ -179,10 +233,15 @@ class ProgressDocument:
             attempted = True
 
     def refuse_lost(self, indices: Mapping[str, Index]) -> None:
-        """Raise `ProgressLost` unless each index is still the one that was written to."""
-        found = self.uuids([index.name for index in indices.values()])
+        """Raise `ProgressLost` unless each index is still the one that was written to.
+
+        Raises `ConfigInvalid` when somebody else has become its owner.
+        """
+        found = self.look([index.name for index in indices.values()])
         for table, index in indices.items():
-            if found.get(index.name) == index.uuid:
+            if index.name in found and found[index.name].uuid == index.uuid:
+                mine = Owner(pipeline=self._pipeline, table=table)
+                refuse_other(index.name, found[index.name].owner, mine)
                 continue
             state = "has been made anew" if index.name in found else "is gone"
             raise ProgressLost(
@@ -192,19 +251,16 @@ class ProgressDocument:
                 f"{self._index} and the pipeline's other indices to load all its tables anew.",
             )
 
-    def uuids(self, names: Sequence[str]) -> dict[str, str]:
-        """The identities of those indices that exist."""
+    def look(self, names: Sequence[str]) -> dict[str, Seen]:
+        """Those of the indices that exist."""
         if not names:
             return {}
         listed = ",".join(quote(name, safe="") for name in sorted(set(names)))
-        answer = self._client.call(
-            "GET", f"/{listed}/_settings/index.uuid?ignore_unavailable=true&flat_settings=true"
-        )
+        answer = self._client.call("GET", f"/{listed}?ignore_unavailable=true&{SEEN}")
         if answer.status == NOT_FOUND:
             return {}
         check(answer.status == OK, f"OpenSearch tells the settings of {listed}")
-        found = answer.json().items()
-        return {name: settings["settings"]["index.uuid"] for name, settings in found}
+        return seen(answer)
 
     def _path(self, kind: str) -> str:
         return f"/{quote(self._index, safe='')}/{kind}/{quote(self._pipeline, safe='')}"
@@ -270,20 +326,38 @@ class ProgressDocument:
 
     def _check(self, head: Head, commit: Commit) -> None:
         """Fence and continuity, on the very document that will be replaced."""
-        found, new = head.progress, commit.new
-        if failpoints.rule_on(failpoints.RULE_FENCE) and found.generation > new.generation:
-            raise Fenced(
-                f"a newer run of pipeline {self._pipeline} has taken over",
-                detail=f"Generation {found.generation} has claimed it, this run is "
-                f"{new.generation}.",
-                hint="Nothing is lost; let the newer run work, or stop it before you start this "
-                "one.",
-            )
+        found = head.progress
+        self._refuse_newer(head, commit.new)
         if not failpoints.rule_on(failpoints.RULE_CONTINUITY):
             return
         if found != commit.expected or found.epoch >= commit.new.epoch:
             raise self._discontinued(found, commit)
         self.refuse_lost(commit.indices)
+        if commit.conflicts:
+            # A newer run sends newer versions; without one, no run of this pipeline does.
+            raise self._overtaken(commit.conflicts, commit)
+
+    def _refuse_newer(self, head: Head, mine: Progress) -> None:
+        found = head.progress
+        if failpoints.rule_on(failpoints.RULE_FENCE) and found.generation > mine.generation:
+            raise Fenced(
+                f"a newer run of pipeline {self._pipeline} has taken over",
+                detail=f"Generation {found.generation} has claimed it, this run is "
+                f"{mine.generation}.",
+                hint="Nothing is lost; let the newer run work, or stop it before you start this "
+                "one.",
+            )
+
+    def _overtaken(self, conflicts: Conflicts, commit: Commit) -> ProgressLost:
+        index = commit.indices[conflicts.table].name
+        return ProgressLost(
+            f"index {index} holds newer documents than table {conflicts.table} gives",
+            detail=f"There are {conflicts.count}, such as {conflicts.example}. Somebody else "
+            "writes to the index, or the pipeline's progress was put back.",
+            hint="Find out who writes to it and stop that. Then delete document "
+            f"{self._pipeline} of index {self._index} and the pipeline's indices to load all its "
+            "tables anew.",
+        )
 
     def _discontinued(self, found: Progress, commit: Commit) -> IcestreamError:
         if found.epoch >= commit.new.epoch:
@@ -292,9 +366,12 @@ class ProgressDocument:
                 detail=f"It is at epoch {found.epoch} while this run is at {commit.new.epoch}.",
                 hint="Another run of the same pipeline is active; stop one of them.",
             )
+        return self._not_left(found, commit.expected)
+
+    def _not_left(self, found: Progress, expected: Progress) -> ProgressLost:
         return ProgressLost(
             f"the progress of pipeline {self._pipeline} is not the one this run left",
-            detail=f"Epoch {commit.expected.epoch} was expected and epoch {found.epoch} found.",
+            detail=f"Epoch {expected.epoch} was expected and epoch {found.epoch} found.",
             hint=f"Check who else writes to index {self._index}, then start again.",
         )
 
@@ -317,6 +394,19 @@ def create_index(client: Client, name: str, body: object = None) -> None:
         detail=answer.reason,
         hint="Correct the template that applies to it, or name another index.",
     )
+
+
+def seen(answer: Answer) -> dict[str, Seen]:
+    """The indices of an answer that was asked for with `SEEN`."""
+    found = {}
+    for name, index in answer.json().items():
+        meta = index.get("mappings", {}).get("_meta", {})
+        found[name] = Seen(
+            uuid=index["settings"]["index"]["uuid"],
+            meta=meta,
+            data_stream=index.get("data_stream", ""),
+        )
+    return found
 
 
 def _head(body: Mapping[str, Any], pipeline: str) -> Head:

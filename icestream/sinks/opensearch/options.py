@@ -129,6 +129,12 @@ class OpenSearchOptions:
 
     def index_name(self, table: str) -> str:
         """The index that a table's rows go to."""
+        if "%{" in self.index:
+            raise ConfigInvalid(
+                f"index cannot be {self.index!r}",
+                detail="A row keeps one document, in one index; dates in its name would make many.",
+                hint="Leave the date out.",
+            )
         name = table.lower()
         return _legal(self.index.replace(TABLE_NAME, name) if self.index else name, "index")
 

@@ -422,9 +422,9 @@ class IcebergSource(Source):
         events: Callable[[Stage], DataFrame | None],
         size_bytes: int,
     ) -> FrameSplit:
-        columns = _columns(each.changelog.history.schema_json(snapshot))
-        key = each.options.identifier_columns
-        self._shapes[each.name] = TableShape(columns=columns, key=key)
+        history, key = each.changelog.history, each.options.identifier_columns
+        columns = _columns(history.schema_json(snapshot))
+        self._shapes[each.name] = TableShape(columns=columns, key=key, table_id=history.uuid)
         return EventSplit(
             each.name,
             snapshot.sequence_number,

@@ -37,6 +37,7 @@ from icestream.schema import Column
 from icestream.sinks.opensearch import OpenSearchOptions, OpenSearchWriter, client
 from icestream.sinks.opensearch.bulk import bulk_lines, cut, escaped, offsets
 from icestream.sinks.opensearch.mapping import field_mapping, missing, narrower, properties
+from icestream.sinks.opensearch.owners import Owner, owner_of, refuse_other
 from icestream.sinks.opensearch.signing import (
     Credentials,
     Request,
@@ -501,6 +502,50 @@ def test_data_preppers_own_expressions_are_taken():
     )
     assert options.index_name("Shop.Orders") == "shop-shop.orders"
     assert OpenSearchOptions(hosts=["https://one:9200"]).index_name("Shop.Orders") == "shop.orders"
+
+
+def test_an_index_name_with_a_date_is_refused():
+    """O11, O13, Mend i1: the documents of a table lie in one index."""
+    options = OpenSearchOptions(hosts=["https://one:9200"], index="orders-%{yyyy}")
+    with pytest.raises(ConfigInvalid, match="orders-%"):
+        options.index_name("shop.orders")
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "someone",
+        ["pipe"],
+        {"pipeline": "other", "table": "orders"},
+        {"pipeline": "pipe", "table": "customers"},
+        {"pipeline": "pipe", "table": "orders", "table_id": "another"},
+        {"adopt": True},
+    ],
+    ids=str,
+)
+def test_an_index_that_names_another_owner_is_refused(said):
+    """O15, Mend i1: whatever its `_meta` means, it is not this pipeline."""
+    mine = Owner(pipeline="pipe", table="orders", table_id="one")
+    with pytest.raises(ConfigInvalid, match="belongs to someone else"):
+        refuse_other("index", owner_of({"icestream": said}), mine)
+
+
+@pytest.mark.parametrize(
+    "meta",
+    [
+        {},
+        {"icestream": {}},
+        {"icestream": {"pipeline": "pipe", "table": "orders"}},
+        {"icestream": {"pipeline": "pipe", "table": "orders", "adopt": True}},
+        {"icestream": {"pipeline": "pipe", "table": "orders", "table_id": "one"}},
+    ],
+    ids=str,
+)
+def test_an_index_that_names_this_owner_or_none_is_not_refused(meta):
+    """O15, Mend i1: an owner that does not know the table's identity is the same."""
+    found = owner_of(meta)
+    refuse_other("index", found, Owner(pipeline="pipe", table="orders", table_id="one"))
+    assert found is None or owner_of({"icestream": found.to_json()}) == found
 
 
 @pytest.mark.parametrize(
