@@ -420,3 +420,15 @@ def test_every_page_that_promises_something_is_in_the_list_of_promises():
     assert pages == {ROOT / "README.md", *(ROOT / "docs/guides").glob("*.md")}
     said = [(page, promise) for page, promise, _ in promises()]
     assert len(said) == len(set(said)) > 100
+
+
+def test_no_case_of_a_test_is_called_by_a_set():
+    """U9: a set is printed in another order by each process, so both collect other tests."""
+    wrong = []
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("mark.parametrize"):
+                named_by_text = any(ast.unparse(word) == "ids=str" for word in node.keywords)
+                sets = [each for each in ast.walk(node) if isinstance(each, ast.Set)]
+                wrong += [f"{path.name}:{each.lineno}" for each in sets if named_by_text]
+    assert wrong == []

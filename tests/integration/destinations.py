@@ -55,6 +55,10 @@ class Destination(Protocol):
         """Somebody else makes, or has made, the destination, and puts rows there."""
         ...
 
+    def lose_progress(self) -> None:
+        """What the pipeline remembers is gone; its rows are not."""
+        ...
+
     def make_anew(self) -> None:
         """The destination is dropped, and another one made under its name."""
         ...
@@ -102,6 +106,12 @@ class LakeTable:
         for id_, name in rows.items():
             self._lake.sql(f"INSERT INTO {self._name} VALUES ({id_}, '{name}')")
 
+    def lose_progress(self) -> None:
+        """See `Destination`."""
+        kept = self.rows()
+        self._lake.sql(f"CREATE OR REPLACE TABLE {self._name} (id BIGINT, name STRING)")
+        self.stranger(kept)
+
     def make_anew(self) -> None:
         """See `Destination`."""
         self._lake.sql(f"DROP TABLE {self._name} PURGE")
@@ -148,6 +158,10 @@ class SearchIndex:
         for id_, name in rows.items():
             body = {"id": id_, "name": name}
             assert "result" in self._ask("PUT", f"/{self.table}/_doc/{id_}", body)
+
+    def lose_progress(self) -> None:
+        """See `Destination`."""
+        assert self._ask("DELETE", f"/icestream-progress/_doc/{PIPELINE}")["result"] == "deleted"
 
     def make_anew(self) -> None:
         """See `Destination`."""

@@ -1,4 +1,4 @@
-"""One suite for all sinks: lost answers, rival runs, others' rows, destinations made anew."""
+"""One suite for all sinks: whose destination is it, what is lost, who else writes, lost answers."""
 
 from collections.abc import Callable, Iterator
 from typing import TypeVar
@@ -161,6 +161,25 @@ def test_an_epoch_that_is_committed_again_counts_once(destination: Destination) 
     assert destination.rows() == {1: "a"}
     run.take({1: "b"})
     assert destination.rows() == {1: "b"}
+
+
+def test_a_destination_with_a_strangers_rows_is_refused(destination: Destination) -> None:
+    """O15, Mend a1, i1: before anything is written, and every time."""
+    destination.stranger({1: "theirs", 9: "theirs"})
+    for _ in range(2):
+        with pytest.raises(NeedsOperator):
+            Run(destination).take({1: "mine"})
+    assert destination.rows() == {1: "theirs", 9: "theirs"}
+
+
+def test_progress_that_was_lost_is_noticed(destination: Destination) -> None:
+    """E8, O15, Mend i1: rows that nobody answers for are not taken for the pipeline's own."""
+    Run(destination).take({1: "a", 2: "a"})
+    destination.lose_progress()
+    for _ in range(2):
+        with pytest.raises(NeedsOperator):
+            Run(destination).take({1: "b"})
+    assert destination.rows() == {1: "a", 2: "a"}
 
 
 def test_a_destination_that_was_made_anew_is_noticed(destination: Destination) -> None:

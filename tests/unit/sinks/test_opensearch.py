@@ -634,11 +634,11 @@ def test_only_what_an_index_lacks_is_added():
 @pytest.mark.parametrize(
     ("kind", "holds", "too_small"),
     [
-        (IntegerType(), {"integer", "long", "keyword"}, {"short", "byte"}),
-        (LongType(), {"long", "keyword"}, {"integer", "short"}),
-        (FloatType(), {"float", "double"}, {"half_float"}),
-        (DoubleType(), {"double"}, {"float"}),
-        (StringType(), {"text"}, set()),
+        (IntegerType(), ("integer", "long", "keyword"), ("short", "byte")),
+        (LongType(), ("long", "keyword"), ("integer", "short")),
+        (FloatType(), ("float", "double"), ("half_float",)),
+        (DoubleType(), ("double",), ("float",)),
+        (StringType(), ("text",), ()),
     ],
     ids=str,
 )
@@ -652,7 +652,7 @@ def test_fields_that_hold_less_than_their_columns_are_known(kind, holds, too_sma
         Column(name="gone", type=kind, absent=True),
         Column(name="elsewhere", type=kind),
     ]
-    for held in holds | too_small:
+    for held in (*holds, *too_small):
         field = {"type": held}
         present = {
             "plain": field,
