@@ -656,7 +656,7 @@ def test_a_broker_that_restarts_is_waited_for(topics):
         topics.broker.stop()
         topics.broker.start()
         topics.send("orders", [created(2, v=2)])
-        wait_until(lambda: len(topics.rows("orders")) == 2, 90, "the second row")
+        wait_until(lambda: len(topics.rows("orders")) == 2, 300, "the second row")
     finally:
         pipeline.stop()
         thread.join(60)
