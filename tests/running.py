@@ -13,7 +13,7 @@ SECONDS_MAX = 240.0
 
 @contextmanager
 def running(pipeline: Pipeline) -> Iterator[None]:
-    """Runs while the block does, without end; then it is stopped and must have ended well."""
+    """Runs while the block does, without end; then it is stopped, and what ended it is raised."""
     errors: list[BaseException] = []
 
     def run() -> None:
@@ -30,7 +30,8 @@ def running(pipeline: Pipeline) -> Iterator[None]:
         pipeline.stop()
         thread.join(SECONDS_MAX)
     assert not thread.is_alive()
-    assert not errors, errors
+    if errors:
+        raise errors[0]
 
 
 def wait_for_state(pipeline: Pipeline, state: str, reason: str = "") -> None:

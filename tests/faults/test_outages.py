@@ -69,23 +69,28 @@ def test_an_outage_of_the_catalog_while_a_table_is_prepared_is_bridged(
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Retries end after three tries: the bound is under test, and two minutes would be the same."""
-    # The bound is what is under test; how high it lies is not.
-    monkeypatch.setattr(patience, "TRIES_MAX", 3)
+    """Retries end after three tries."""
+    monkeypatch.setattr(patience, "TRIES_MAX", 3)  # that there is a bound is tested, not which
+
+
+def lose_the_catalog_at_the_next_commit(shop: Shop) -> None:
+    """Epochs wait, and the catalog goes away when the first of them is committed."""
+    shop.epochs(1)
+    shop.run()
+    shop.epochs(2)
+    # The first commit of the next run is its claim.
+    shop.on_commit(
+        "orders",
+        2,
+        lambda: shop.proxy.on("POST", shop.commit_path()).call_before(shop.proxy.down),
+    )
 
 
 def test_a_catalog_that_stays_away_ends_the_run_with_a_clear_error(
     shop: Shop, impatient: None
 ) -> None:
     """E3, U2: nobody knows then whether the last commit landed; a restart finds out."""
-    shop.epochs(1)
-    shop.run()
-    shop.epochs(2)
-    shop.on_commit(
-        "orders",
-        2,
-        lambda: shop.proxy.on("POST", shop.commit_path()).call_before(shop.proxy.down),
-    )
+    lose_the_catalog_at_the_next_commit(shop)
     with pytest.raises((CommitUnknown, TargetUnavailable)) as unavailable:
         shop.run()
     assert unavailable.value.exit_code == COULD_NOT
@@ -99,19 +104,11 @@ def test_a_running_pipeline_waits_for_its_catalog_longer_than_any_bound(
     shop: Shop, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """E13, Mend f2: stalled with the reason, told when it begins, again, and when it ends."""
-    # A bound of nothing: whoever kept to it would end at once.
-    monkeypatch.setattr(patience, "TRIES_MAX", 1)
-    monkeypatch.setattr(patience, "ONCE_SECONDS_MAX", 0.0)  # the same
+    monkeypatch.setattr(patience, "TRIES_MAX", 1)  # a run that kept to this would end at once
+    monkeypatch.setattr(patience, "ONCE_SECONDS_MAX", 0.0)  # and so would one that kept to this
     monkeypatch.setattr(patience, "TOLD_AGAIN_SECONDS", 1.0)  # a test does not wait for a minute
     caplog.set_level("INFO", "icestream")
-    shop.epochs(1)
-    shop.run()
-    shop.epochs(2)
-    shop.on_commit(
-        "orders",
-        2,
-        lambda: shop.proxy.on("POST", shop.commit_path()).call_before(shop.proxy.down),
-    )
+    lose_the_catalog_at_the_next_commit(shop)
     pipeline = shop.pipeline()
     with running(pipeline):
         wait_for_state(pipeline, "stalled", "orders")

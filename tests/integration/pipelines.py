@@ -132,10 +132,9 @@ class _Kept:
 
 def give_up_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let retries end after the second try."""
-    # Trouble in these tests never passes by itself: waiting for it would only cost time.
-    monkeypatch.setattr(patience, "TRIES_MAX", 2)
-    monkeypatch.setattr(patience, "RETRY_SECONDS", 0.01)
-    monkeypatch.setattr(patience, "RETRY_SECONDS_MAX", 0.2)  # for those that run without end
+    monkeypatch.setattr(patience, "TRIES_MAX", 2)  # trouble in these tests passes by nobody's wait
+    monkeypatch.setattr(patience, "RETRY_SECONDS", 0.01)  # so a pause would only cost time
+    monkeypatch.setattr(patience, "RETRY_SECONDS_MAX", 0.2)  # also where a run has no end
 
 
 def assert_refused(answer: Answer, code: int, *texts: str) -> None:

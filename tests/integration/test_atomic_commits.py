@@ -60,8 +60,7 @@ def shop(spark: SparkSession, rest: RestCatalog, lake: Lake, namespace: str) -> 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A refusal, a lost answer and a success make three attempts."""
-    # The tests of this folder give up sooner than these faults pass.
-    monkeypatch.setattr(patience, "TRIES_MAX", 4)
+    monkeypatch.setattr(patience, "TRIES_MAX", 4)  # this folder's two would end before the faults
 
 
 def everywhere(number: int, value: str) -> dict[str, list[object]]:

@@ -612,8 +612,7 @@ def test_a_long_history_is_listed_at_once(world: World, monkeypatch: pytest.Monk
         assert len(history.path("main", 1, 4)[1]) == 3
         return asked - before
 
-    # What goes to the JVM is counted; everything is done as before.
-    monkeypatch.setattr(ClientServerConnection, "send_command", counted)
+    monkeypatch.setattr(ClientServerConnection, "send_command", counted)  # it counts, and sends
     few = calls(5)
     assert calls(40) <= few
 

@@ -34,8 +34,7 @@ def make(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, spark: SparkSession, lake: Lake
 ) -> Iterator[Callable[[], Destination]]:
     """Makes an empty destination, as often as it is called."""
-    # Nobody needs to wait as long as for a busy cluster.
-    monkeypatch.setattr(client, "BACKOFF_SECONDS", 0.01)
+    monkeypatch.setattr(client, "BACKOFF_SECONDS", 0.01)  # a busy cluster's pauses cost only time
     number = 0
 
     def made() -> Destination:

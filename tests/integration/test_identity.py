@@ -5,7 +5,6 @@ The strangers' tables are made by Spark SQL, and Spark SQL says what became of t
 
 import json
 import shutil
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from tests.integration.pipelines import Shell, assert_refused, document, run_onc
 from tests.integration.topics import NAMESPACE
 from tests.lake import Lake
 from tests.oracle import RandomFeed
+from tests.running import running, wait_for_state
 from tests.servers import RestCatalog, wait_until
 
 CONFIG = 2
@@ -130,29 +130,14 @@ def test_a_second_topic_of_the_same_table_halts_a_running_pipeline(topics):
     pattern = {"topic_pattern": eu.replace("eu.orders", "(eu|us).orders"), **UPSERT}
     document = topics.document(pattern, commit_interval="PT0.2S")
     pipeline = topics.pipeline(document)
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            pipeline.run()
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
+    with pytest.raises(ConfigInvalid) as caught, running(pipeline):
         wait_until(lambda: bool(topics.epochs("orders")), 90, "the first epoch")
         us = topics.create("us.orders")
         topics.send("us.orders", [({"id": 1}, {"id": 1, "v": "us"})])
-        wait_until(lambda: bool(errors), 60, "the error")
-    finally:
-        pipeline.stop()
-        thread.join(60)
-    [error] = errors
-    assert isinstance(error, ConfigInvalid)
-    assert error.message == "two source tables go into one Iceberg table"
-    assert eu in error.detail
-    assert us in error.detail
+        wait_for_state(pipeline, "halted")
+    assert caught.value.message == "two source tables go into one Iceberg table"
+    assert eu in caught.value.detail
+    assert us in caught.value.detail
     assert topics.rows("orders") == [{"id": 1, "v": "eu"}]
     with pytest.raises(ConfigInvalid, match="two source tables"):
         topics.run(document)

@@ -641,26 +641,12 @@ def test_a_broker_that_restarts_is_waited_for(topics):
         {"topics": ["orders"], **DEBEZIUM, "read_timeout": "PT5S"}, commit_interval="PT0.2S"
     )
     pipeline = topics.pipeline(document)
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            pipeline.run()
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
+    with running(pipeline):
         wait_until(lambda: bool(topics.epochs("orders")), 90, "the first epoch")
         topics.broker.stop()
         topics.broker.start()
         topics.send("orders", [created(2, v=2)])
         wait_until(lambda: len(topics.rows("orders")) == 2, 300, "the second row")
-    finally:
-        pipeline.stop()
-        thread.join(60)
-    assert not errors, errors
 
 
 def test_a_table_that_was_dropped_comes_back_whole(topics):

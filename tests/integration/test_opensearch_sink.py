@@ -785,9 +785,8 @@ def test_a_node_that_restarts_in_mid_write_delays_it(
     node: OpenSearch, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """O11: kill -9 of the node, and what it acknowledged is there."""
-    # Long enough for the node to come back; a pipeline would wait in the worker's place.
-    monkeypatch.setattr(client, "RETRY_SECONDS_MAX", 120.0)
-    monkeypatch.setattr(client, "BACKOFF_SECONDS", 0.25)
+    monkeypatch.setattr(client, "RETRY_SECONDS_MAX", 120.0)  # no loop is here to wait for the node
+    monkeypatch.setattr(client, "BACKOFF_SECONDS", 0.25)  # the product's own
     sink = started(proxy, bulk_documents_max=100)
     send(sink, changes(["before"]))
     killed = threading.Event()

@@ -979,10 +979,9 @@ def test_a_node_that_is_away_for_a_while_gets_everything(
     search: Search, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """O11, O12: killed in the middle of a load and started again."""
-    # Other tests want to see errors at once.
-    monkeypatch.setattr(patience, "TRIES_MAX", 10)
-    monkeypatch.setattr(patience, "RETRY_SECONDS", 0.5)
-    monkeypatch.setattr(patience, "RETRY_SECONDS_MAX", 30.0)  # the same
+    monkeypatch.setattr(patience, "TRIES_MAX", 10)  # the product's own: the node takes its time
+    monkeypatch.setattr(patience, "RETRY_SECONDS", 0.5)  # the product's own
+    monkeypatch.setattr(patience, "RETRY_SECONDS_MAX", 30.0)  # the product's own
     search.create()
     for number in range(3):
         search.insert(number, 10 + number)

@@ -96,9 +96,8 @@ def test_one_trouble_that_ends_does_not_hide_another():
 
 def test_a_run_that_is_stopped_does_not_wait_to_the_end_of_a_pause(monkeypatch):
     """U2, Mend f2: a stop is quick however long the trouble lasts."""
-    # A pause that nobody would wait for.
-    monkeypatch.setattr(patience, "RETRY_SECONDS", 3600.0)
-    monkeypatch.setattr(patience, "RETRY_SECONDS_MAX", 3600.0)  # the same
+    monkeypatch.setattr(patience, "RETRY_SECONDS", 3600.0)  # a pause that nobody waits for
+    monkeypatch.setattr(patience, "RETRY_SECONDS_MAX", 3600.0)  # and that is not cut short
     stop = threading.Event()
     waiting = Patience("p", stop, lambda: None)
     ended = threading.Event()
