@@ -157,7 +157,7 @@ class TableRows:
             and pc.any(
                 pc.and_(
                     _nulls(columns.get(field.name), len(rows)),
-                    pa.array(kept & ~rows.withheld.get(field.name, np.False_)),
+                    pa.array(kept & ~rows.unsent(field.name)),
                 )
             ).as_py()
         ]

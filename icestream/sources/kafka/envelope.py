@@ -203,37 +203,30 @@ def changes(values: Field, keys: Field, options: ValueOptions) -> Decoded:
     events = _ENVELOPES[options.envelope](values, options, verdicts)
     rows = _rows(events, keys, options, verdicts)
     if options.envelope == "debezium":
-        rows = _without_stand_ins(rows, events, options, verdicts)
+        rows = _without_stand_ins(rows, events, options.unavailable_value)
     left = np.flatnonzero(verdicts.left(rows.records))
     if len(left) < len(rows):
         rows = rows.take(left)
     return Decoded(rows=rows, rejected=verdicts.rejected())
 
 
-def _without_stand_ins(
-    rows: Rows, events: _Events, options: ValueOptions, verdicts: _Verdicts
-) -> Rows:
-    """The rows without what stands for values that were not sent; updates have them withheld.
+def _without_stand_ins(rows: Rows, events: _Events, placeholder: str) -> Rows:
+    """The rows without what stands for values that were not sent.
 
-    A delete needs no value. A row that comes into being was there under another key: Debezium tells
-    a key's change as a delete and a creation, and nothing leads from one to the other.
+    Updates have them withheld, and a delete needs no value. Of a row that comes into being they are
+    lost, for it was there under another key: Debezium tells a key's change as a delete and a
+    creation, and nothing leads from one to the other.
     """
-    found = withheld(rows, options.unavailable_value)
-    if not found:
-        return rows
     columns = dict(rows.columns)
-    of_updates = {}
-    for name, chosen in found.items():
+    of_updates: dict[str, Mask] = {}
+    of_created: dict[str, Mask] = {}
+    for name, chosen in withheld(rows, placeholder).items():
         columns[name] = columns[name].without(chosen)
         created = chosen & events.created[rows.records]
-        verdicts.reject(
-            _everywhere(created, rows.records, len(events.ops)),
-            f"the row's key has changed, and the value of column {name} was not sent; {WHOLE_ROWS}",
-        )
         updated = chosen & ~created & (rows.ops != Op.DELETE)
-        if updated.any():
-            of_updates[name] = updated
-    return replace(rows, columns=columns, withheld=of_updates)
+        of_updates |= {name: updated} if updated.any() else {}
+        of_created |= {name: created} if created.any() else {}
+    return replace(rows, columns=columns, withheld=of_updates, lost=of_created)
 
 
 def _everywhere(chosen: Mask, places: Indices, size: int) -> Mask:

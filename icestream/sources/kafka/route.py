@@ -71,9 +71,8 @@ class Route:
 
     def undecided(self, rows: Rows) -> Indices:
         """The places of rows whose table would be told by a value that was not sent."""
-        names = {self.field, self.field.partition(".")[0]} & rows.withheld.keys()
-        masks = [rows.withheld[name] for name in sorted(names)]
-        return np.flatnonzero(np.logical_or.reduce(masks)) if masks else np.zeros(0, dtype=np.int64)
+        whole = self.field.partition(".")[0]
+        return np.flatnonzero(rows.unsent(self.field) | rows.unsent(whole))
 
     def _by_field(self, rows: Rows) -> Iterator[tuple[str, Rows]]:
         for table, mask in self._masks(rows).items():

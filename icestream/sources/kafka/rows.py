@@ -105,6 +105,7 @@ class Rows:
     its row, at least those of its key. `keys` tells for each column which changes have it in their
     key; records of one topic may belong to several tables, whose keys differ. `withheld` tells for
     each column which changes left its value as it was and did not send it; it is missing there.
+    `lost` tells the same of changes for which nobody can know that value.
     """
 
     records: Indices
@@ -112,6 +113,7 @@ class Rows:
     columns: Mapping[str, Field]
     keys: Mapping[str, Mask] = field(default_factory=dict)
     withheld: Mapping[str, Mask] = field(default_factory=dict)
+    lost: Mapping[str, Mask] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.records)
@@ -133,7 +135,13 @@ class Rows:
             columns={name: each.take(indices) for name, each in self.columns.items()},
             keys={name: here[indices] for name, here in self.keys.items()},
             withheld=_any({name: here[indices] for name, here in self.withheld.items()}),
+            lost=_any({name: here[indices] for name, here in self.lost.items()}),
         )
+
+    def unsent(self, column: str) -> Mask:
+        """Which changes have a value there that was not sent."""
+        nowhere = np.zeros(len(self), dtype=np.bool_)
+        return self.withheld.get(column, nowhere) | self.lost.get(column, nowhere)
 
 
 def _any(masks: Mapping[str, Mask]) -> dict[str, Mask]:

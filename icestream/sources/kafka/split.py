@@ -285,7 +285,7 @@ class TableChanges:
     def _decided(self, part: Decoded) -> tuple[Rows, Mapping[int, str]]:
         """The rows whose table is known, and why others cannot be handled."""
         rows = part.rows
-        if not rows.withheld:
+        if not rows.withheld and not rows.lost:
             return rows, part.rejected
         unknown = np.zeros(len(rows), dtype=np.bool_)
         unknown[self._reading.route.undecided(rows)] = True
@@ -360,15 +360,21 @@ class TableChanges:
         Where changes of a key come from several partitions, nobody knows before all are brought
         together which of them is the one before.
         """
+        found = {
+            int(record): f"the row's key has changed, and the value of column {name} was not sent; "
+            f"{WHOLE_ROWS}"
+            for name, mask in self._wanted(table, rows.lost).items()
+            for record in rows.records[mask]
+        }
         wanted = self._wanted(table, rows.withheld)
         if self._reading.keyed or not wanted:
-            return {}
+            return found
         lacking = np.logical_or.reduce([*wanted.values()])
         reason = (
             "a value did not change and was not sent, and with `keyed: false` the change "
             f"before it is not known; {WHOLE_ROWS}"
         )
-        return dict.fromkeys(rows.records[lacking].tolist(), reason)
+        return {**dict.fromkeys(rows.records[lacking].tolist(), reason), **found}
 
     def _incomplete(self, table: str, rows: Rows) -> dict[int, str]:
         """Why letters cannot be taken that lack a column which the table's select names."""
@@ -495,10 +501,7 @@ class TableChanges:
 
 def _present(rows: Rows) -> dict[str, Mask]:
     """Which rows have a column; a value that was not sent is one that the row has."""
-    return {
-        name: ~each.missing() | rows.withheld.get(name, np.False_)
-        for name, each in rows.columns.items()
-    }
+    return {name: ~each.missing() | rows.unsent(name) for name, each in rows.columns.items()}
 
 
 def _reasons(lost: Mapping[str, Mask]) -> dict[int, str]:

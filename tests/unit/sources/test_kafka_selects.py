@@ -110,3 +110,15 @@ def test_a_value_that_no_select_reads_is_not_missed(keyed: bool):
     unsent = event(1, region="eu", area=UNAVAILABLE_VALUE)
     assert found(destination, unsent, keyed=keyed) == [1]
     assert destination.asked == [] and destination.letters == []
+
+
+@pytest.mark.parametrize("keyed", [True, False])
+def test_a_lost_value_that_no_select_reads_is_not_missed(keyed):
+    """E11, P7, Mend h3: Debezium tells a key's change as a creation without its large values."""
+    created = {"id": 1}, {"before": None, "after": {"id": 1, "area": UNAVAILABLE_VALUE}, "op": "c"}
+    assert found(Selecting("id"), created, keyed=keyed) == [1]
+    destination = Selecting("id", "area")
+    given = destination.read(split_of({("t", 0): [records(created)]}, reading(keyed=keyed)))
+    [letter] = given["t__dead_letters"]
+    for word in ("key has changed", "column area", "REPLICA IDENTITY"):
+        assert word in letter["error"]
