@@ -3,11 +3,19 @@
 import logging
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
-from confluent_kafka import Consumer, Producer, TopicPartition
+from confluent_kafka import (
+    Consumer,
+    KafkaError,
+    KafkaException,
+    Producer,
+    TopicCollection,
+    TopicPartition,
+)
 from confluent_kafka.admin import AdminClient
 
 from icestream.errors import ConfigInvalid, HistoryLost, SourceUnavailable
@@ -510,6 +518,38 @@ def test_reading_leaves_no_trace_in_any_group(broker: KafkaBroker, topic: str) -
 
 
 # Errors
+
+
+class StuckClient:
+    """Stands in for a client that no longer finds the controller, as real ones were seen to."""
+
+    def poll(self, _seconds: float) -> None:
+        pass
+
+    def describe_topics(self, topics: TopicCollection, **_settings: Any) -> dict[str, Future[Any]]:
+        timed_out = KafkaException(KafkaError(KafkaError._TIMED_OUT, "waiting for controller"))
+        answers: dict[str, Future[Any]] = {name: Future() for name in topics.topic_names}
+        for answer in answers.values():
+            answer.set_exception(timed_out)
+        return answers
+
+
+def test_a_client_that_does_not_find_its_brokers_is_replaced(cluster: Cluster, topic: str) -> None:
+    """K6 E13: a client that no broker answers once may never be answered again."""
+    cluster._admin = StuckClient()
+    with pytest.raises(SourceUnavailable, match=f"could not find topic {topic}"):
+        cluster.topics([topic])
+    assert cluster.topics([topic])[topic].partitions == 1
+
+
+def test_a_client_that_a_broker_answers_is_kept(cluster: Cluster) -> None:
+    """K6: an error of the broker's is no reason to connect anew."""
+    before = cluster._admin
+    with pytest.raises(SourceUnavailable, match="could not find topic missing"):
+        cluster.topics(["missing"])
+    with pytest.raises(SourceUnavailable, match="could not find topic missing"):
+        cluster.topics(["missing"])
+    assert cluster._admin is before
 
 
 def test_a_broker_that_nobody_runs_could_not_be_reached(capfd: pytest.CaptureFixture[str]) -> None:

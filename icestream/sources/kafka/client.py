@@ -43,6 +43,8 @@ GRACE_SECONDS = 5.0
 LOADING = "COORDINATOR_LOAD_IN_PROGRESS"
 LOADING_SECONDS, LOADING_SECONDS_MAX = 0.2, 5.0
 INTERNAL_PREFIX = "__"
+# How the names of errors begin that come from the client itself, not from a broker.
+CLIENTS_OWN_PREFIX = "_"
 
 logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
@@ -68,9 +70,13 @@ class Cluster:
         self._servers = settings.get("bootstrap.servers", "")
         self._request_seconds = request_seconds
         self._trouble: tuple[str, str] | None = None
+        self._settings: dict[str, Any] = {**settings, "error_cb": self._note_trouble}
+        self._admin: Any = self._client()
+        self._lost = False
+
+    def _client(self) -> Any:
         try:
-            callbacks: dict[str, Any] = {"error_cb": self._note_trouble}
-            self._admin: Any = AdminClient({**settings, **callbacks}, logger=_ClientLog())
+            return AdminClient(self._settings, logger=_ClientLog())
         except KafkaException as error:
             raise setting_refused(error.args[0].str()) from error
         except (TypeError, ValueError) as error:
@@ -244,6 +250,8 @@ class Cluster:
         self._admin = None
 
     def _request(self, what: str, send: Callable[[], Answer]) -> Answer:
+        if self._lost:
+            self._admin, self._lost = self._client(), False
         # Log lines and errors of earlier requests wait in the client until they are asked for.
         self._admin.poll(0)
         self._trouble = None
@@ -260,12 +268,16 @@ class Cluster:
         except KafkaException as error:
             raise self._translated(error.args[0], what) from error
         except AnswerMissing as error:
+            self._lost = True
             raise translated("_TIMED_OUT", "no answer", what) from error
 
     def _translated(self, error: KafkaError, what: str) -> IcestreamError:
         # What is behind a time-out, such as a wrong password, is only told on the side.
         self._admin.poll(0)
         name, reason = error.name(), error.str()
+        # One in a hundred clients does not find a broker again that was started anew: it waits
+        # for the cluster's controller for ever. So what no broker said is asked of a new client.
+        self._lost = self._lost or name.startswith(CLIENTS_OWN_PREFIX)
         if self._trouble is not None and not needs_operator(name):
             operators = needs_operator(self._trouble[0])
             reason = self._trouble[1] if operators else f"{reason} ({self._trouble[1]})"
