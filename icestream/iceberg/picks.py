@@ -135,7 +135,7 @@ class Picks:
         """What each snapshot tells of itself; each thing is asked of all of them at once.
 
         In this order: id, parent's id, sequence number, operation, time in milliseconds, schema's
-        id, first row id.
+        id, first row id, and the bytes of the files that it added and removed.
         """
         kind = self._class("org.apache.iceberg.Snapshot")
         long, boxed = self._primitive("Long"), self._class("java.lang.Long")
@@ -148,12 +148,27 @@ class Picks:
             "schemaId": self._class("java.lang.Integer"),
             "firstRowId": boxed,
         }
-        told = [
-            self._told(snapshots, self._method(kind, name, result))
-            for name, result in asked.items()
-        ]
+        handles = [self._method(kind, name, result) for name, result in asked.items()]
+        handles += [self._of_summary("added-files-size"), self._of_summary("removed-files-size")]
+        told = [self._told(snapshots, handle) for handle in handles]
         rows = zip(*told, strict=True)
         return [tuple(None if text == _NOTHING else text for text in row) for row in rows]
+
+    def _of_summary(self, name: str) -> Any:
+        """A handle of what a snapshot's summary, if it has one, says under a name."""
+        java_map, anything = self._class("java.util.Map"), self._class("java.lang.Object")
+        summary = self._method("org.apache.iceberg.Snapshot", "summary", java_map)
+        default = self._static(
+            "java.util.Objects", "requireNonNullElse", anything, anything, anything
+        )
+        empty = self._array("java.lang.Object", [self._jvm.java.util.Map.of()])
+        there = self._handles.insertArguments(default, 1, empty)
+        there = there.asType(self._type(java_map, java_map))
+        get = self._lookup.findVirtual(java_map, "get", self._type(anything, anything))
+        named = self._handles.insertArguments(get, 1, self._array("java.lang.Object", [name]))
+        return self._handles.filterReturnValue(
+            self._handles.filterReturnValue(summary, there), named
+        )
 
     def _told(self, items: Any, handle: Any) -> list[str]:
         """What a method says of each item, as text."""

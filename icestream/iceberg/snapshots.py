@@ -31,7 +31,10 @@ _SEQUENCES_FROM_VERSION = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """One snapshot of a table; sequence numbers only rise, also after a rollback."""
+    """One snapshot of a table; sequence numbers only rise, also after a rollback.
+
+    `changed_bytes` is the size of the files that it added and removed, None when it does not say.
+    """
 
     id: int
     parent_id: int | None
@@ -40,6 +43,7 @@ class Snapshot:
     time_ms: int
     schema_id: int
     has_row_ids: bool
+    changed_bytes: int | None = None
 
     @property
     def keeps_rows(self) -> bool:
@@ -433,7 +437,7 @@ class History:
 
 def _snapshot(told: Sequence[str | None], untold_schema_id: int) -> Snapshot:
     """A snapshot by what `Picks.snapshots` tells of it."""
-    id_, parent, number, operation, time_ms, schema, first_row_id = told
+    id_, parent, number, operation, time_ms, schema, first_row_id, added, removed = told
     return Snapshot(
         id=int(id_ or 0),
         parent_id=int(parent) if parent else None,
@@ -442,6 +446,8 @@ def _snapshot(told: Sequence[str | None], untold_schema_id: int) -> Snapshot:
         time_ms=int(time_ms or 0),
         schema_id=int(schema) if schema else untold_schema_id,
         has_row_ids=first_row_id is not None,
+        # Who adds nothing but removes files says only the latter.
+        changed_bytes=int(added or 0) + int(removed or 0) if added or removed else None,
     )
 
 

@@ -335,10 +335,10 @@ def test_two_tables_are_followed_and_one_that_is_added_is_loaded(search: Search)
     assert search.positions() == numbers
 
 
-@pytest.mark.parametrize("net", [False, True])
-def test_several_snapshots_between_two_looks(search: Search, net: bool) -> None:
-    """O2, O8: one after the other, or at once as the difference that they make."""
-    search.source["net_changes"] = net
+@pytest.mark.parametrize("options", [{"group_bytes": 0}, {}, {"net_changes": True}])
+def test_several_snapshots_between_two_looks(search: Search, options: dict[str, Any]) -> None:
+    """O2, O8: one after the other, or several at once as the difference that they make."""
+    search.source.update(options)
     search.create(mode="merge-on-read")
     search.insert(1, 2, 3)
     search.run()
@@ -350,10 +350,53 @@ def test_several_snapshots_between_two_looks(search: Search, net: bool) -> None:
     search.sql(f"DELETE FROM {TABLE} WHERE id IN (2, 5)")
     search.run()
     search.assert_equal()
+    alone, last = "group_bytes" in options, search.sequence_number()
     one_by_one = {"indexed": 1 + 2 + 1 + 1, "deleted": 2}
-    assert since(before) == ({"indexed": 2, "deleted": 1} if net else one_by_one)
-    last = search.sequence_number()
-    assert search.versions() == {"1": last if net else last - 2, "3": 1, "4": last if net else 3}
+    assert since(before) == (one_by_one if alone else {"indexed": 2, "deleted": 1})
+    assert search.versions() == {
+        "1": last - 2 if alone else last,
+        "3": 1,
+        "4": 3 if alone else last,
+    }
+
+
+def test_many_small_snapshots_take_no_more_steps_than_few(search: Search, proxy: Proxy) -> None:
+    """O2, Mend g5: a step costs as much for 20 snapshots as for one."""
+    search.url = proxy.url
+    search.create(mode="merge-on-read")
+    search.insert(*range(20))
+    search.run()
+    for many in (2, 20):
+        before = proxy.count("POST", "_bulk"), proxy.count("PUT", "_doc/search")
+        for number in range(many):
+            search.sql(f"UPDATE {TABLE} SET name = 'of {many}' WHERE id = {number}")
+        search.run()
+        search.assert_equal()
+        asked = proxy.count("POST", "_bulk"), proxy.count("PUT", "_doc/search")
+        # Progress: the claim, the choice of the snapshots, and their end.
+        assert (asked[0] - before[0], asked[1] - before[1]) == (1, 3)
+
+
+def test_snapshots_that_are_small_are_read_apart_from_large_and_replaced_ones(
+    search: Search, proxy: Proxy
+) -> None:
+    """O2, O6, Mend g5: what a compaction has rewritten is not read because of its neighbours."""
+    search.url = proxy.url
+    search.create(mode="copy-on-write")
+    search.insert(*range(10))
+    search.run()
+    before, already = sent(), proxy.count("POST", "_bulk")
+    search.insert(11)
+    search.insert(12)
+    search.sql(
+        f"CALL system.rewrite_data_files(table => '{TABLE}', options => map('rewrite-all', 'true'))"
+    )
+    search.sql(f"DELETE FROM {TABLE} WHERE id IN (3, 11)")
+    search.insert(13)
+    search.run()
+    search.assert_equal()
+    assert since(before) == {"indexed": 3, "deleted": 2}
+    assert proxy.count("POST", "_bulk") - already == 2
 
 
 # Which document a row is

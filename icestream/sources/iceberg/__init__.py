@@ -7,8 +7,9 @@ that snapshot are included. Sequence numbers only rise, and the name carries the
 and that of its rows, so a rollback, an expired history (`History.since`), a table replaced under
 the same name and other identifier columns are all noticed.
 
-An epoch moves one table: by a group of files while it is loaded, later by one snapshot, or by all
-that are there with `net_changes`.
+An epoch moves one table: by a group of files while it is loaded, later by one snapshot, or by
+several that are there and small (`group_bytes`), or by all that are there with `net_changes`.
+Several are taken as the difference that they make together.
 
 What a run sends may be seen before its progress is. A run that takes over must send the same again
 or more, never less: a row that came and went between two choices of a snapshot would stay for ever.
@@ -24,6 +25,7 @@ import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, zip_longest
+from math import inf
 from typing import Any, Literal
 
 from pyiceberg.types import IcebergType, NestedField, PrimitiveType, StructType
@@ -44,6 +46,8 @@ log = logging.getLogger(__name__)
 _LOADING, _FOLLOWING = 0, 1
 # Where a table without any snapshot stands: all that it will ever have are changes.
 _BEFORE_ALL = -1
+# No snapshot counts for less in a group: a thousand of them take long, be their files tiny.
+_SNAPSHOT_BYTES_MIN = 64 * 1024
 _MILLISECONDS = 1000.0
 _ANEW = "remove the pipeline's progress and what it has written, so that the table is loaded anew"
 
@@ -98,6 +102,15 @@ class IcebergSourceOptions:
     net_changes: bool = field(
         default=False,
         metadata={"doc": "All new snapshots at once, as the difference that they make together."},
+    )
+    group_bytes: int = field(
+        default=16 * 1024**2,
+        metadata={
+            "doc": "Small snapshots that wait are taken together, as the difference that they "
+            "make, while they have added and removed files of no more than this. 0 takes each "
+            "snapshot alone.",
+            "unit": "bytes",
+        },
     )
     load_bytes: int = field(
         default=512 * 1024**2,
@@ -344,7 +357,13 @@ class IcebergSource(Source):
         newer = self._newer(each, number)
         for snapshot in newer:
             self._times[each.name, snapshot.sequence_number] = snapshot.time_ms
-        return [*loading, *_aimed(number, rest, newer, self._options.net_changes)]
+        return [*loading, *_aimed(number, rest, newer, self._steps)]
+
+    def _steps(self, ahead: Sequence[Snapshot]) -> list[Sequence[Snapshot]]:
+        """The snapshots that are ahead, those together that are taken in one step."""
+        if self._options.net_changes:
+            return [ahead] if ahead else []
+        return _grouped(ahead, self._options.group_bytes)
 
     def _newer(self, each: _Followed, number: int) -> list[Snapshot]:
         """The snapshots after the one of this number."""
@@ -452,20 +471,55 @@ def _called_otherwise(name: str, before: str, now: str) -> ConfigInvalid:
     )
 
 
-def _aimed(number: int, aim: Sequence[int], newer: Sequence[Snapshot], net: bool) -> list[Position]:
-    """The way to the newest snapshot, one by one or in one step, each chosen before it is taken.
+def _aimed(
+    number: int,
+    aim: Sequence[int],
+    newer: Sequence[Snapshot],
+    steps: Callable[[Sequence[Snapshot]], Sequence[Sequence[Snapshot]]],
+) -> list[Position]:
+    """The way to the newest snapshot, step by step, each chosen before it is taken.
 
-    What another run has chosen comes first. A snapshot that keeps all rows sends nothing.
+    What another run has chosen comes first. A single snapshot that keeps all rows sends nothing.
     """
     positions: list[Position] = [(aim[0], _FOLLOWING)] if aim else []
     at = aim[0] if aim else number
-    ahead = [snapshot for snapshot in newer if snapshot.sequence_number > at]
-    for snapshot in ahead[-1:] if net else ahead:
-        if net or not snapshot.keeps_rows:
-            positions.append((at, _FOLLOWING, snapshot.sequence_number))
-        at = snapshot.sequence_number
+    for step in steps([snapshot for snapshot in newer if snapshot.sequence_number > at]):
+        last = step[-1].sequence_number
+        if len(step) > 1 or not step[0].keeps_rows:
+            positions.append((at, _FOLLOWING, last))
+        at = last
         positions.append((at, _FOLLOWING))
     return positions
+
+
+def _grouped(ahead: Sequence[Snapshot], bytes_max: int) -> list[Sequence[Snapshot]]:
+    """Small neighbours with the same columns together, every other snapshot alone."""
+    groups: list[list[Snapshot]] = []
+    room = 0.0
+    for each in ahead:
+        weight = _weight(each)
+        if weight <= room and _alike(each, groups[-1][-1]):
+            groups[-1].append(each)
+            room -= weight
+        else:
+            groups.append([each])
+            room = bytes_max - weight
+    return list(groups)
+
+
+def _weight(snapshot: Snapshot) -> float:
+    """The bytes that a snapshot adds to a group; without end when it is to be taken alone.
+
+    One that only replaces files is alone because nothing has to be read of it then.
+    """
+    if snapshot.keeps_rows or snapshot.changed_bytes is None:
+        return inf
+    return max(snapshot.changed_bytes, _SNAPSHOT_BYTES_MIN)
+
+
+def _alike(one: Snapshot, other: Snapshot) -> bool:
+    """Whether rows of both have the same columns and are told apart by the same."""
+    return (one.schema_id, one.has_row_ids) == (other.schema_id, other.has_row_ids)
 
 
 def _columns(schema_json: str) -> list[Column]:

@@ -12,6 +12,7 @@ from icestream.sources.iceberg import (
     IcebergTableOptions,
     _aimed,
     _columns,
+    _grouped,
     _table_of,
 )
 
@@ -56,20 +57,48 @@ def test_a_partition_names_a_table_that_may_have_blanks():
 )
 def test_the_aim_of_a_step_is_chosen_before_it_is_taken(aim, ahead, net, one_by_one):
     """O2, O12, Mend i2: a run that takes over sends the same difference again."""
-    newer = [
-        Snapshot(
-            id=number,
-            parent_id=None,
-            sequence_number=number,
-            operation="replace" if number == 8 else "append",
-            time_ms=0,
-            schema_id=0,
-            has_row_ids=False,
-        )
-        for number in ahead
-    ]
-    assert _aimed(5, aim, newer, True) == net
-    assert _aimed(5, aim, newer, False) == one_by_one
+    newer = [snapshot(number) for number in ahead]
+    assert _aimed(5, aim, newer, lambda all_: [all_] if all_ else []) == net
+    assert _aimed(5, aim, newer, lambda all_: [[each] for each in all_]) == one_by_one
+
+
+def snapshot(number, kilobytes=1, schema_id=0, has_row_ids=False):
+    """The snapshot of number 8 only replaces files."""
+    return Snapshot(
+        id=number,
+        parent_id=None,
+        sequence_number=number,
+        operation="replace" if number == 8 else "append",
+        time_ms=0,
+        schema_id=schema_id,
+        has_row_ids=has_row_ids,
+        changed_bytes=kilobytes and kilobytes * 1024,
+    )
+
+
+@pytest.mark.parametrize(
+    ("ahead", "groups"),
+    [
+        ([], []),
+        # 200 kB take three snapshots, as none counts for less than 64 kB.
+        ([snapshot(n) for n in range(1, 8)], [[1, 2, 3], [4, 5, 6], [7]]),
+        ([snapshot(1), snapshot(2, 137), snapshot(3)], [[1], [2], [3]]),
+        ([snapshot(1), snapshot(2, 136), snapshot(3)], [[1, 2], [3]]),
+        ([snapshot(1), snapshot(2, 9_999), snapshot(3)], [[1], [2], [3]]),
+        ([snapshot(1), snapshot(2, None), snapshot(3)], [[1], [2], [3]]),
+        (
+            [snapshot(6), snapshot(7), snapshot(8), snapshot(9), snapshot(10)],
+            [[6, 7], [8], [9, 10]],
+        ),
+        ([snapshot(1), snapshot(2, schema_id=1), snapshot(3, schema_id=1)], [[1], [2, 3]]),
+        ([snapshot(1), snapshot(2, has_row_ids=True)], [[1], [2]]),
+    ],
+)
+def test_small_snapshots_that_wait_are_taken_together(ahead, groups):
+    """O2, Mend g5: large ones, and those that nobody knows the size of, are taken alone."""
+    found = _grouped(ahead, 200 * 1024)
+    assert [[each.sequence_number for each in group] for group in found] == groups
+    assert [len(group) for group in _grouped(ahead, 0)] == [1] * len(ahead)
 
 
 def test_the_shortest_polling_interval_counts():
