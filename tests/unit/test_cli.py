@@ -10,7 +10,7 @@ import pytest
 
 from icestream import cli
 from icestream.cli import _run_all, main
-from icestream.errors import HistoryLost, SourceUnavailable
+from icestream.errors import HistoryLost, IcestreamError, SourceUnavailable
 
 
 @pytest.fixture(autouse=True)
@@ -75,14 +75,25 @@ class Stopping:
 
     name = "orders"
 
+    def __init__(self, error: IcestreamError | None = None):
+        self._error = error or HistoryLost("what was there is gone")
+
     def run(self, once: bool) -> None:
-        raise HistoryLost("what was there is gone")
+        raise self._error
 
 
 def test_a_pipeline_that_stops_beside_others_says_why_at_once(caplog):
     """E13, Mend f1: the others may run for years before the command ends and shows its error."""
     assert [error.message for error in _run_all([Stopping()], once=False)]
     assert "pipeline orders stopped: what was there is gone" in caplog.text
+
+
+@pytest.mark.parametrize("turn", [1, -1])
+def test_of_several_pipelines_that_stopped_the_worst_is_told_first(turn):
+    """U2, Mend f3: its exit code is the command's, whichever of them stopped first."""
+    errors = [SourceUnavailable("is away"), HistoryLost("is lost")]
+    found = _run_all([Stopping(error) for error in errors[::turn]], once=True)
+    assert [error.message for error in found] == ["is lost", "is away"]
 
 
 SPARED = """

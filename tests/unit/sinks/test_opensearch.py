@@ -290,8 +290,8 @@ def test_conflicts_are_counted_and_a_missing_document_is_as_good_as_deleted():
     assert len(stand_in.asked) == 1
 
 
-def test_a_refusal_names_the_first_document_and_how_many_without_its_value(monkeypatch):
-    """E10: on_error: stop, with what a person needs and no row value."""
+def test_a_refusal_names_the_first_document_and_how_many_without_its_value(caplog):
+    """E10, Mend f4: in the error and in the log, with what a person needs and no row value."""
     refusal = items({"b": (400, "mapper_parsing_exception"), "c": (400, "other")})
 
     def with_value(asked):
@@ -307,6 +307,11 @@ def test_a_refusal_names_the_first_document_and_how_many_without_its_value(monke
     assert "field [n]" in str(refused.value)
     assert "top secret" not in str(refused.value)
     assert "dead_letter" in str(refused.value.hint)
+    with StandIn([with_value]) as stand_in:
+        write(stand_in, changes(["a", "b", "c"]), on_error="dead_letter")
+    (said,) = caplog.messages
+    assert "refuses 2 documents" in said and "field [n]" in said
+    assert "top secret" not in said
 
 
 def test_dead_letters_are_sent_again_under_the_same_id():

@@ -35,7 +35,7 @@ from icestream.errors import (
 )
 from icestream.frontier import START, Frontier
 from icestream.samples import FeedFolder
-from icestream.schema import SchemaGap
+from icestream.schema import Reads, SchemaGap
 from icestream.sources.cockroachdb import CockroachdbOptions
 from icestream.sources.cockroachdb import files as feed_files
 from icestream.sources.cockroachdb.files import (
@@ -63,6 +63,8 @@ SCHEMA = Schema(
     NestedField(2, "name", StringType(), required=False),
     NestedField(3, "amt", DecimalType(38, 2), required=False),
 )
+
+AMOUNTS = Reads(columns=frozenset(["id", "amt"]), named=frozenset(["id", "amt"]))
 
 
 def hlc(seconds: float, logical: int = 0) -> str:
@@ -104,9 +106,14 @@ def epochs(feed_source: CockroachdbFiles, lower: Frontier = START) -> list[Epoch
     return found
 
 
-def read(split: FileSplit, schema: Schema = SCHEMA, key: Sequence[str] = ("id",)) -> list[dict]:
+def read(
+    split: FileSplit,
+    schema: Schema = SCHEMA,
+    key: Sequence[str] = ("id",),
+    reads: Reads | None = None,
+) -> list[dict]:
     """The changes of a split as plain rows."""
-    batches = list(split.read(schema.model_dump_json(), list(key)))
+    batches = list(split.read(schema.model_dump_json(), list(key), reads))
     return [row for batch in batches for row in batch.to_pylist()]
 
 
@@ -955,6 +962,19 @@ def test_new_columns_are_told_with_their_types(tmp_path):
     assert found == {"extra": LongType(), "price": DecimalType(10, 2)}
 
 
+def test_a_row_without_a_column_that_a_select_names_is_refused(tmp_path):
+    """E11, C5, Mend h2: not so a delete, nor a row of another epoch that the file holds too."""
+    writer = feed(tmp_path)
+    writer.data("t", [wrapped(1, 1, name="a"), wrapped(2, 20, amt="1.50"), wrapped(3, 20)], at(0))
+    writer.resolved(at(10))
+    writer.resolved(at(100))
+    feed_source = source(tmp_path)
+    (first,), (second,) = map(feed_source.splits, epochs(feed_source))
+    with pytest.raises(SchemaRejected, match="t reads column amt, which"):
+        read(first, reads=AMOUNTS)
+    assert [row["id"] for row in read(second, reads=AMOUNTS)] == [2, 3]
+
+
 def test_a_column_of_nulls_that_the_table_lacks_is_passed_over(tmp_path):
     """I11: nothing is lost by leaving it out."""
     assert rows_of(tmp_path, [wrapped(1, 1, name="a", empty=None)])[0]["name"] == "a"
@@ -1087,6 +1107,19 @@ def test_a_parquet_row_without_its_key_is_refused(tmp_path):
     """C5: a row that nothing identifies cannot be applied."""
     with pytest.raises(DataRejected, match="has no key"):
         parquet_changes(tmp_path, parquet_rows(id=[1, None], name=["a", "b"]))
+
+
+@pytest.mark.parametrize("event", ["c", "d"])
+def test_a_parquet_file_without_a_column_that_a_select_names_is_refused(tmp_path, event):
+    """E11, C5, Mend h2: its rows lack the column; deletes need no value."""
+    content = parquet_rows(__crdb__event_type=[event], name=["a"])
+    feed_source = parquet_feed(tmp_path, content)
+    (split,) = feed_source.splits(epochs(feed_source)[0])
+    if event == "d":
+        assert [row[OP] for row in read(split, reads=AMOUNTS)] == [Op.DELETE]
+        return
+    with pytest.raises(SchemaRejected, match="t reads column amt, which"):
+        read(split, reads=AMOUNTS)
 
 
 def test_a_damaged_parquet_file_is_named(tmp_path):

@@ -11,8 +11,15 @@ from pyiceberg.types import LongType, NestedField, StringType
 
 from icestream.change import AT, BEFORE, OP, SEQ, Op
 from icestream.epoch import Epoch
-from icestream.errors import ConfigInvalid, DataRejected, HistoryLost, SourceUnavailable
+from icestream.errors import (
+    ConfigInvalid,
+    DataRejected,
+    HistoryLost,
+    SchemaRejected,
+    SourceUnavailable,
+)
 from icestream.frontier import START, Frontier
+from icestream.schema import Reads
 from icestream.sources import Budget
 from icestream.sources.cockroachdb import CockroachdbOptions, TopicsOptions, topics
 from icestream.sources.cockroachdb.hlc import resolved_of
@@ -102,6 +109,17 @@ def test_an_epoch_begins_where_something_later_may_stand(memory):
     memory.reads.clear()
     assert changes(source, uppers[1], uppers[2]) == [(7, 7, at(4)), (9, 9, at(4))]
     assert [(each.start, each.end) for each in memory.reads] == [(6, 10)]
+
+
+def test_a_row_without_a_column_that_a_select_names_is_refused(memory):
+    """E11, C5, Mend h2: in topics as in files."""
+    memory.send("t", 0, [row(1, at(1), v=1), row(2, at(1)), marker(at(2))])
+    resolve(memory, at(2), 0)
+    source = memory.source()
+    (upper,) = source.available(START)
+    named = Reads(columns=frozenset(["id", "v"]), named=frozenset(["id", "v"]))
+    with pytest.raises(SchemaRejected, match="t reads column v, which"):
+        [list(s.read(SCHEMA, ["id"], named)) for s in source.splits(epoch(START, upper))]
 
 
 def test_a_restart_needs_nothing_but_the_frontier(memory):
