@@ -14,8 +14,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-# What comes from Spark lies anywhere in memory. Arrow copies it where it must, and says nothing;
-# else it writes a line of advice to stderr for each such column. It looks at its first use.
+# Spark's buffers are unaligned. With this setting Arrow copies them where it must; without it Arrow
+# also writes a line of advice to stderr for each column. It reads the setting at its first use.
 os.environ.setdefault("ACERO_ALIGNMENT_HANDLING", "reallocate")
 
 # No database takes a zero byte in a name, so no user's column is called like these.

@@ -127,7 +127,7 @@ def resume_point(progress: Mapping[str, Progress]) -> Resume:
     dropped since needs no epoch: it is built anew as a whole. Tables of an epoch are made before
     its first commit, so one that is not there was dropped. Carriers that say different things
     of its tables show that the epoch was cut short while it was written a second time.
-    Whether a table that was rolled back took part, nobody knows, and its replay brings the epoch.
+    Whether a table that was rolled back took part is unknown; its replay supplies the epoch.
     The smallest frontier over the tables would be wrong: it asks the source for history that it
     has rightly forgotten, because of a table that was merely idle.
     """

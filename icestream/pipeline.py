@@ -368,8 +368,8 @@ class Pipeline:
             self._retry(partial(self._source.available, epoch.lower))
             parts = self._retry(partial(self._source.splits, epoch))
             splits = [s for s in parts if not s.tables or not others.issuperset(s.tables)]
-            # What carries the epoch is looked up as it was before; what lies behind has not come
-            # there.
+            # Values are looked up in tables that have the epoch as these were before it. Tables
+            # that lag are not asked: they have not reached the epoch's start.
             written = self._write(
                 epoch, splits, takes_part=_all_but(others), looked_up=_all_but(excused)
             )

@@ -604,7 +604,7 @@ def source_schema(
     """The table's schema under the names that its columns have at the source.
 
     A field is called what Iceberg's name mapping calls it; of several names the last one in `known`
-    is taken. A field whose name the mapping gives to another one is left out: nothing reaches it.
+    is taken. A field is left out if its name now belongs to another field.
     """
     names = _mapped_names(json.loads(mapping)) if mapping else {}
     if not names:
@@ -616,7 +616,7 @@ def source_schema(
 
 
 def table_names(schema: Schema, mapping: str | None, names: Sequence[str]) -> dict[str, str]:
-    """What the table calls the columns that the source calls so; a name it lacks is left out."""
+    """Maps the source's names to the table's; a name that the table lacks is left out."""
     own = {field.field_id: field.name for field in schema.fields}
     seen = source_schema(schema, mapping, dict.fromkeys(names, StringType()))
     return {field.name: own[field.field_id] for field in seen.fields if field.name in names}

@@ -108,8 +108,8 @@ class Task:
 class Shares:
     """Which tables' changes must be brought together by key, and in which buckets.
 
-    A table that is not in `starts` has the changes of a key in one split. Bucket zero is for rows
-    that only pass by.
+    A table that is not in `starts` has the changes of a key in one split. Bucket 0 carries what is
+    not shared by key: reports, and the changes of such tables.
     """
 
     starts: Mapping[str, int]
@@ -556,7 +556,7 @@ def _write_held(
 
 
 def _runs(batch: pa.RecordBatch) -> Iterator[tuple[int, pa.RecordBatch]]:
-    """A batch in runs of one bucket; zero for rows that only pass by."""
+    """A batch in runs of one bucket; bucket 0 is for what is not shared by key."""
     if batch.num_rows == 0:
         return
     typed = pc.is_null(batch.column(KIND)).to_numpy(zero_copy_only=False)
@@ -612,7 +612,7 @@ def _selected(pieces: Sequence[pa.RecordBatch], place: int, writer: Transforming
 
 
 def _aligned(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """A copy: what comes from Spark lies anywhere in memory, and Arrow groups by no such column."""
+    """A copy: Spark's buffers are unaligned, and Arrow cannot group by such a column."""
     parts = [part.take(pa.array(np.arange(len(part)))) for part in column.chunks]
     return pa.chunked_array(parts, column.type)
 

@@ -305,7 +305,7 @@ def _without_bounds(metadata: pq.FileMetaData, field_ids: Mapping[str, int]) -> 
 
 
 def upper_text(value: str, length_max: int) -> str | None:
-    """The least text of so many characters that is not below the value; None if there is none."""
+    """An upper bound of at most `length_max` characters: the last one is raised, if any can be."""
     cut = value[:length_max]
     if cut == value:
         return value

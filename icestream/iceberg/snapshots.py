@@ -72,9 +72,9 @@ class Step:
     """The files that differ between two snapshots, as scan tasks of Iceberg's library.
 
     `gone` are read as they were, `came` as they are; `touched_before` and `touched_after` are the
-    same files, before and after deletes were added to them. `equality` are deletes that were not
-    looked for in any file, because their values say it all. `bytes_read` is the size of all these
-    files.
+    same files, before and after deletes were added to them. `equality` are delete files
+    whose values are used as they are: no data file is scanned for them. `bytes_read` is the size of
+    all these files.
     """
 
     gone: Any
@@ -222,8 +222,8 @@ class History:
     ) -> Step:
         """What changed after `older` along a path of snapshots, whose last one is the newer state.
 
-        Equality deletes by exactly the columns `by_value` are not looked for in any file, if they
-        reach all rows that have these values.
+        Of equality deletes by exactly the columns `by_value` the values are used as they are, and
+        no data file is scanned for them, if they reach all rows that have these values.
         """
         with as_unavailable(self._unavailable):
             picks, newer = self._picks, path[-1]

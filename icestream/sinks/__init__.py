@@ -59,8 +59,8 @@ class Committed:
 class Written:
     """An epoch whose files are written and that waits for its commit.
 
-    `labels` are the source's own entries for the summaries; `replaying` says that more epochs
-    follow which only these tables lack.
+    `labels` are the source's own entries for the summaries; `replaying` says that these tables are
+    still catching up with the others.
     `changes` are those that were read, as the source counts them: an update is one.
     `emptied` names tables whose rows all go before the epoch's files are added; they commit even
     without files, and count among the epoch's tables.

@@ -153,8 +153,8 @@ class Split(Part, Protocol):
     def with_stored(self, table: str, values: pa.Table | None) -> "Split":
         """The same split, given a table's rows that it asked for, beside those it has of others.
 
-        None, before it asks, when nobody can tell them: the table stands elsewhere than where the
-        epoch begins. What is written of it is for nobody, and no value that it lacks is an error.
+        None, before the split asks: the table is not at the epoch's start. What is written for it
+        is discarded, so values that it lacks are no error.
         """
         ...
 
@@ -283,7 +283,7 @@ class Source(Protocol):
     def shape(self, table: str) -> TableShape | None:
         """Columns and key for a table that must be created, known once it has splits.
 
-        None when its splits so far do nothing to a table that does not exist.
+        None if only deletes were seen so far: they need no table.
         """
         ...
 
@@ -318,7 +318,7 @@ class Source(Protocol):
         return False
 
     def catch_up(self, table: str, lower: Frontier, durable: Frontier) -> Sequence[Frontier]:
-        """Told that a table lies behind: bounds it has to reach before those of `available`."""
+        """Extra bounds that a lagging table must reach, before those of `available`."""
         return ()
 
     def letters(self, durable: Frontier, table: str | None, as_is: bool) -> Sequence[Letters]:
@@ -338,9 +338,10 @@ class Source(Protocol):
         return False
 
     def caught_up(self, frontier: Frontier) -> bool:
-        """Whether all that was there when the source was first asked lies before a frontier.
+        """Whether a frontier has reached the end that the source had when it was first asked.
 
-        A single run ends there although more keeps coming. False when only `available` can tell.
+        A run with `--once` ends there although more keeps coming. False when only `available` can
+        tell.
         """
         return False
 
@@ -369,7 +370,7 @@ class Source(Protocol):
         ...
 
     def emptied(self, epoch: Epoch) -> frozenset[str]:
-        """Tables whose older rows all go in this epoch; its splits hold only what came after."""
+        """Tables that are truncated in this epoch; its splits hold only what came after that."""
         return frozenset()
 
     def unclaimed(self, tables: Sequence[str]) -> Collection[str]:

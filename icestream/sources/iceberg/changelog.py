@@ -495,8 +495,8 @@ def _hashes(rows: DataFrame, shape: _Shape) -> list[Column]:
     """Three hashes of 32 bits: sums of them over any number of rows do not overflow.
 
     Spark's hash functions pass over nulls, so that (null, x) and (x, null) hash alike, and lists
-    run into one another: nulls and lengths are hashed as well. No hash of a row of which only the
-    identifier is known cancels out the one that comes instead, be it all null besides.
+    run into one another: nulls and lengths are hashed as well. A row of which only the identifier
+    is known never cancels a real row: its hashes are zero.
     """
     kinds = {field.name: field.dataType for field in rows.schema.fields}
     values = [(F.col(place), kinds[place]) for place, _ in shape.columns if place in kinds]

@@ -416,10 +416,10 @@ class KafkaSource(Source):
         return together(self._tried.values())
 
     def catch_up(self, table: str, lower: Frontier, durable: Frontier) -> Sequence[Frontier]:
-        """Let a table take letters first that it took; others it must not find in the log.
+        """Let a table first take the letters that it took before; it skips all others in the log.
 
-        A record that lies among the letters comes into a table by being tried again and in no other
-        way, or a table whose every record is a row would have it twice.
+        A record that became a letter enters its table only through `icestream replay`. Else a table
+        whose every record is a row would have it twice.
         """
         self._skipped = {}
         self._ahead = durable

@@ -325,7 +325,7 @@ def _from_debezium(values: Field, options: ValueOptions, verdicts: _Verdicts) ->
     # Debezium delivers at least once, so that an insert may come twice.
     ops = np.where(deleted, np.int8(Op.DELETE), np.int8(Op.UPSERT))
     if after is None or before is None:
-        # A text has no parts, as a row has none that nobody tells.
+        # No row is given at all. Any field without parts, such as the text `op`, is an empty row.
         row = next((part for part in (after, before) if part is not None), parts["op"])
         return _Events(row=row, ops=ops, created=created)
     row = after.where(written, before) if deleted.any() else after

@@ -32,7 +32,7 @@ from icestream.sources.kafka.rows import Decoded, Indices, Mask, Records, Rows
 from icestream.sources.named_columns import NamedColumns
 
 BATCH_BYTES = 16 * 1024**2
-# What tables lack is not looked for in less than this, if there is more.
+# Missing tables and columns are looked for in at least this much of a split before it is read anew.
 SAMPLE_BYTES = 24 * 1024**2
 
 Partition = tuple[str, int]
@@ -241,9 +241,10 @@ class TableChanges:
         self._news_at = 0
 
     def has_seen_enough(self, read_bytes: int) -> bool:
-        """Whether something is lacking, and twice as much was read as told all of it.
+        """Whether tables or columns are missing, and the bytes read doubled without a new one.
 
-        The rest is better read once the tables are there: it will be read then anyway.
+        Example: the last new column came after 30 MB, and 60 MB are read now. The rest is better
+        read once the tables are made: all of it is read again then.
         """
         shapes = {table: shape.columns for table, shape in self.missing.items()}
         news = frozenset(
