@@ -464,7 +464,7 @@ def open_pipeline(config: PipelineConfig, spark: SparkSession) -> Pipeline:
         return Pipeline(config.name, source, sink, cadence, partial(write_events, spark))
     if config.transform and isinstance(sink, IcebergSink):
         selects = Selects(spark, config.transform)
-        into = TransformedSink(sink, selects)
+        into = TransformedSink(sink, selects, source.declared)
         return Pipeline(config.name, source, into, cadence, partial(write_transformed, selects))
     return Pipeline(config.name, source, sink, cadence, partial(write_epoch, spark))
 

@@ -10,7 +10,7 @@ not fit its column without loss raises `SchemaRejected`, it is never rounded, cu
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal, InvalidOperation
 from enum import StrEnum
 from typing import Any
@@ -376,6 +376,23 @@ def grown(shape: TableShape, columns: Sequence[Column], table: str) -> TableShap
         elif not column.absent:
             held[column.name] = Column(name=column.name, type=column.type)
     return TableShape(columns=list(held.values()), key=shape.key)
+
+
+def declared_shape(shape: TableShape, types: Mapping[str, IcebergType], table: str) -> TableShape:
+    """The shape with columns of the types that were declared for them.
+
+    A type that holds every value of the declared one stays: the column has grown since.
+    """
+    for number, column in enumerate(shape.columns):
+        if column.name not in types:
+            continue
+        wanted = replace(column, type=types[column.name])
+        try:
+            shape = grown(shape, [wanted], table)
+        except SchemaRejected:
+            columns = [*shape.columns[:number], wanted, *shape.columns[number + 1 :]]
+            shape = TableShape(columns=columns, key=shape.key)
+    return shape
 
 
 def _grown_type(have: IcebergType, want: IcebergType) -> IcebergType:

@@ -6,7 +6,8 @@
 The table cannot say what the source's columns are: some are derived, some left out. So the source's
 columns are remembered in a property of the table, which plays the part that the schema plays for
 tables that are not transformed: changes are read with it, it grows with the source, and a restart
-finds it as it was.
+finds it as it was. Who alters such a schema gives a column another type; here a type that is
+declared for a column does, which counts over the one that is remembered.
 """
 
 import json
@@ -14,6 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import pyarrow as pa
+from pyiceberg.types import IcebergType
 
 from icestream.epoch import Epoch, Progress
 from icestream.errors import ConfigInvalid, SchemaRejected, check
@@ -22,6 +24,7 @@ from icestream.schema import (
     Column,
     Reads,
     TableShape,
+    declared_shape,
     gaps,
     grown,
     new_schema,
@@ -84,9 +87,15 @@ class TransformingWriter:
 class TransformedSink:
     """An Iceberg sink behind the selects of a pipeline; see the module and `icestream.sinks`."""
 
-    def __init__(self, inner: IcebergSink, selects: Selects):
+    def __init__(
+        self,
+        inner: IcebergSink,
+        selects: Selects,
+        declared: Callable[[str], Mapping[str, IcebergType]] = lambda table: {},
+    ):
         self._inner = inner
         self._selects = selects
+        self._types = declared
         self._sources: dict[str, TableShape] = {}
         self._derived: dict[str, Derived] = {}
         # The first epoch that each table takes.
@@ -178,6 +187,10 @@ class TransformedSink:
             if table not in self._first:
                 self._first[table] = epoch.number
                 self._remember(table)
+        decided = self._inner.decided(epoch, own)
+        for table in own:
+            if table not in decided:
+                self._declare(table)
         for _ in range(EVOLUTIONS_MAX):
             # Their changes are read by the source's columns, whatever the table has.
             inner = self._inner.writer(epoch, tables, read_otherwise=own)
@@ -188,6 +201,9 @@ class TransformedSink:
                 if columns:
                     self._inner.evolve(table, columns)
         check(not any(lacking.values()), "a table that was evolved takes what its select gives")
+        for table in own:
+            # Not before: what the table refuses to take is not remembered.
+            self._remember(table)
         keys = {table: self._source_key(table, inner.key(table)) for table in own}
         selects = [self._table_select(table, inner) for table in own]
         used = {table: self._reads(table, epoch) for table in own}
@@ -212,6 +228,13 @@ class TransformedSink:
         derived = self._selects.derived(table, source)
         self._sources[table], self._derived[table] = source, derived
         return derived
+
+    def _declare(self, table: str) -> None:
+        """Give the source's columns the types that are declared for them."""
+        known = self._sources[table]
+        wanted = declared_shape(known, self._types(table), table)
+        if wanted != known:
+            self._take(table, wanted)
 
     def _reads(self, table: str, epoch: Epoch) -> Reads:
         derived = self._derived[table]

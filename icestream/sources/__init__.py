@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import pyarrow as pa
+from pyiceberg.types import IcebergType
 from pyspark.sql import DataFrame
 
 from icestream.epoch import Epoch
@@ -286,6 +287,10 @@ class Source(Protocol):
         None if only deletes were seen so far: they need no table.
         """
         ...
+
+    def declared(self, table: str) -> Mapping[str, IcebergType]:
+        """The types that the configuration gives columns of the table."""
+        return {}
 
     @abstractmethod
     def has_history(self, table: str, before: Frontier) -> bool:

@@ -9,13 +9,14 @@ from confluent_kafka import TopicPartition
 from confluent_kafka.admin import AdminClient
 
 from icestream.config import open_sink, parse
-from icestream.errors import ConfigInvalid, HistoryLost
+from icestream.errors import ConfigInvalid, HistoryLost, SchemaRejected
 from icestream.iceberg.catalog import OWNER_PROPERTY
 from icestream.sources import LettersTried
 from tests.integration.pipelines import Document, Shell, assert_refused
-from tests.integration.topics import NAMESPACE, PIPELINE, Topics
+from tests.integration.topics import NAMESPACE, PIPELINE, Topics, created, updated
 
 LETTERS = "orders__dead_letters"
+DEBEZIUM = {"value": {"format": "json", "envelope": "debezium"}}
 # `put` and `drop` are unknown at first: records that say so are letters.
 FIRST = {"i": "insert", "u": "update", "d": "delete"}
 LATER = {**FIRST, "put": "update", "drop": "delete", "new": "insert"}
@@ -467,3 +468,37 @@ def test_letters_of_an_older_version_leave_too(topics):
     replay(topics, later)
     assert stored(topics) == {1: "letter"}
     assert positions(topics) == [f"{topics.name('orders')}/0/1"]
+
+
+def test_letters_of_a_table_with_a_select_are_taken_by_a_type_that_is_declared(topics):
+    """E10, E11, Mend k1: the table is altered, and the source's column declared; once is enough."""
+    name = topics.create("orders")
+    text = "select id, upper(name) as name, v, region from changes where region = 'eu'"
+    source = {"topics": ["orders"], **DEBEZIUM}
+    top = {"on_error": "dead_letter", "transform": {name: text}}
+    document = topics.document(source, **top)
+    topics.send("orders", [created(n, name=f"n{n}", v=n, region="eu") for n in (7, 8, 10, 13)])
+    topics.run(document)
+    late = [(8, "eu"), (7, "us"), (13, "eu")]
+    topics.send("orders", [updated(n, name=f"l{n}", v="bad", region=r) for n, r in late])
+    topics.run(document)
+    assert len(topics.rows(LETTERS)) == 3
+    declared = topics.document({**source, "columns": {name: {"v": "string"}}}, **top)
+    with pytest.raises(SchemaRejected, match=r"column v .* cannot become string") as caught:
+        topics.pipeline(declared).replay()
+    assert "Rename the table's column" in str(caught.value.hint)
+    table = topics.lake.table(f"{NAMESPACE}.orders")
+    topics.lake.sql(f"ALTER TABLE {table} RENAME COLUMN v TO v_old")
+    topics.lake.sql(f"ALTER TABLE {table} ADD COLUMN v STRING")
+    [tried] = topics.pipeline(declared).replay()
+    assert (tried.read, tried.taken) == (3, 3)
+    wanted = {8: ("L8", "bad"), 10: ("N10", None), 13: ("L13", "bad")}
+    assert {r["id"]: (r["name"], r["v"]) for r in topics.rows("orders")} == wanted
+    assert topics.rows(LETTERS) == []
+    # The table remembers the type: the declaration may go again.
+    topics.send("orders", [created(1, name="n1", v=1, region="eu")])
+    topics.send("orders", [created(2, name="n2", v="text", region="eu")])
+    topics.run(document)
+    wanted |= {1: ("N1", "1"), 2: ("N2", "text")}
+    assert {r["id"]: (r["name"], r["v"]) for r in topics.rows("orders")} == wanted
+    assert topics.rows(LETTERS) == []

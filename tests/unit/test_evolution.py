@@ -32,6 +32,7 @@ from icestream.schema import (
     Column,
     TableShape,
     arrow_schema,
+    declared_shape,
     distinct_columns,
     evolution,
     gaps,
@@ -234,6 +235,33 @@ def test_a_shape_grows_as_a_table_does() -> None:
     assert gaps(new_schema(there), present, ["id"]) == []
     with pytest.raises(SchemaRejected):
         grown(shape, [Column(name="n", type=StringType())], "t")
+
+
+def test_a_declared_type_counts_unless_the_column_holds_all_of_it() -> None:
+    """E11, Mend k1: text for a number; what has grown stays, and the key stays required."""
+    shape = TableShape(
+        columns=[
+            Column(name="id", type=LongType(), required=True),
+            Column(name="v", type=LongType()),
+            Column(name="s", type=StringType()),
+            Column(name="n", type=IntegerType()),
+        ],
+        key=["id"],
+    )
+    types = {"v": StringType(), "s": IntegerType(), "n": LongType(), "new": LongType()}
+    there = declared_shape(shape, {**types, "id": IntegerType()}, "t")
+    assert there == TableShape(
+        columns=[
+            Column(name="id", type=LongType(), required=True),
+            Column(name="v", type=StringType()),
+            Column(name="s", type=StringType()),
+            Column(name="n", type=LongType()),
+        ],
+        key=["id"],
+    )
+    assert declared_shape(shape, {}, "t") == shape
+    turned = declared_shape(shape, {"id": StringType()}, "t")
+    assert turned.columns[0] == Column(name="id", type=StringType(), required=True)
 
 
 def test_an_absent_column_that_the_table_lacks_too_is_not_added() -> None:

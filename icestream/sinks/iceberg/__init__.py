@@ -437,10 +437,7 @@ class IcebergSink:
         missing = {table: self._states[table] for table in tables if table not in targets}
         for table, target in self._each(missing, self._target).items():
             targets[table] = self._states[table].target = target
-        carriers = frozenset(self._carriers(epoch))
-        lacking = {
-            t: s for t in carriers.intersection(tables) if (s := self._lacks_letters(t, carriers))
-        }
+        lacking = self._lacking_letters(epoch, tables)
         decided = {t: s for t, s in lacking.items() if t not in read_otherwise}
         targets.update(self._each(decided, self._target_of_epoch))
         return IcebergWriter(
@@ -454,6 +451,13 @@ class IcebergSink:
             refusals=dict(self._refusals),
             only_read=frozenset(decided),
         )
+
+    def decided(self, epoch: Epoch, tables: Sequence[str]) -> Collection[str]:
+        """Of the tables those that took the epoch before a restart, and whose letters did not.
+
+        Which records are letters is decided there.
+        """
+        return self._lacking_letters(epoch, tables).keys()
 
     def commit(self, written: Written) -> Sequence[Committed]:
         """Publish the epoch in every table that it changes; see `Sink.commit`.
@@ -967,6 +971,12 @@ class IcebergSink:
             if state is not None and members and other not in carriers:
                 complete |= {other} if state.progress.table_id not in members else set()
         return complete
+
+    def _lacking_letters(self, epoch: Epoch, tables: Sequence[str]) -> dict[str, _TableState]:
+        carriers = frozenset(self._carriers(epoch))
+        return {
+            t: s for t in carriers.intersection(tables) if (s := self._lacks_letters(t, carriers))
+        }
 
     def _lacks_letters(self, table: str, carriers: Collection[str]) -> _TableState | None:
         """The state of a table that carries an epoch which its dead letters have yet to take."""

@@ -25,6 +25,7 @@ from itertools import groupby
 
 import numpy as np
 import pyarrow as pa
+from pyiceberg.types import IcebergType
 
 from icestream import dead_letters
 from icestream.epoch import Epoch
@@ -250,6 +251,10 @@ class KafkaSource(Source):
     def shape(self, table: str) -> TableShape | None:
         """What its records have shown so far."""
         return self._shapes.get(table)
+
+    def declared(self, table: str) -> Mapping[str, IcebergType]:
+        """The types that the configuration gives columns of the table."""
+        return self._reading.declared.get(table, {})
 
     def meet(self, shapes: Mapping[str, TableShape]) -> None:
         """Remember tables that records were found for; rows that change need a key."""

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from pyiceberg.types import IcebergType
 from tqdm import tqdm
 
 from icestream import failpoints, metrics
@@ -256,6 +257,10 @@ class PostgresSource(Source):
         found = self._tables[table]
         relation = _relation(found)
         return TableShape(columns=relation_columns(relation, found.key), key=found.key)
+
+    def declared(self, table: str) -> Mapping[str, IcebergType]:
+        """The types that the configuration gives columns of the table."""
+        return self._declared().get(table, {})
 
     def has_history(self, table: str, before: Frontier) -> bool:
         """Never: what lies before is brought by a copy."""
