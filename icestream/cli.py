@@ -31,7 +31,7 @@ from icestream.config import (
 )
 from icestream.demo import run_demo
 from icestream.epoch import resume_point
-from icestream.errors import ConfigInvalid, IcestreamError
+from icestream.errors import ConfigInvalid, IcestreamError, Retryable
 from icestream.iceberg.catalog import Table, catalog_properties
 from icestream.iceberg.snapshots import History
 from icestream.pipeline import Pipeline, brief, unclaimed
@@ -95,7 +95,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     check.set_defaults(command=_check)
     status = commands.add_parser(
-        "status", parents=[with_file], help="show what is durable in each table"
+        "status",
+        parents=[with_file],
+        help="show what is durable in each table",
+        description="Show what is durable in each table. What the next run would stop at is told "
+        "with what to do, and is the exit code: a table that was rolled back, an index that is "
+        "gone, an Iceberg table as the source that lost its history. Other sources are not asked "
+        "here, but by `check`.",
     )
     status.set_defaults(command=_status)
     rollback = commands.add_parser(
@@ -279,8 +285,16 @@ def _status(options: argparse.Namespace) -> int:
         rows = [row for pipeline in chosen for row in pipeline_status(pipeline, spark)]
     finally:
         spark.stop()
+    troubles = []
+    for row in rows:
+        if row["trouble"] is not None:
+            troubles.append(row["trouble"])
+            row["trouble"] = row["trouble"].to_json()
+            _show_error(troubles[-1], options.json, row["pipeline"])
     _print(rows, options.json, _status_line)
-    return 0
+    # What is away may be back before the next run: nothing is wrong with what is durable.
+    lasting = [error for error in troubles if not isinstance(error, Retryable)]
+    return max((error.exit_code for error in lasting), default=0)
 
 
 def _status_line(row: dict[str, Any]) -> str:

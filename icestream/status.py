@@ -4,6 +4,7 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -12,11 +13,29 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pyspark.sql import SparkSession
 
 from icestream.config import PipelineConfig, open_sink, open_source
-from icestream.errors import ConfigInvalid, shown
+from icestream.errors import (
+    ConfigInvalid,
+    HistoryLost,
+    IcestreamError,
+    ProgressLost,
+    Retryable,
+    RolledBack,
+    shown,
+)
 from icestream.pipeline import Pipeline, State
+from icestream.sinks.iceberg import IcebergSink
+from icestream.sinks.iceberg.commit import refuse_rollback
 from icestream.sinks.opensearch import OpenSearchSink
 from icestream.sources import Source
 
+# The first that fits counts.
+_STATES: dict[type[IcestreamError], str] = {
+    RolledBack: "rolled back",
+    ProgressLost: "lost",
+    HistoryLost: "history lost",
+    Retryable: "source away",
+    IcestreamError: str(State.HALTED),
+}
 _PLAIN = set(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
 
 
@@ -68,20 +87,32 @@ def _health(pipelines: Sequence[Pipeline]) -> tuple[int, str, bytes]:
 
 
 def pipeline_status(config: PipelineConfig, spark: SparkSession) -> list[dict[str, Any]]:
-    """What each table of a pipeline remembers: the last epoch, its position and its snapshot."""
-    source, sink = open_source(config, spark), open_sink(config, spark)
-    if isinstance(sink, OpenSearchSink):
-        return [_document_status(row, source) for row in sink.status(source.known_tables())]
+    """What each table of a pipeline remembers: the last epoch, its position and its snapshot.
+
+    `trouble` is the error that the next run would meet at the table, as far as it is told quickly.
+    """
+    sink = open_sink(config, spark)
+    with closing(open_source(config, spark)) as source:
+        if isinstance(sink, OpenSearchSink):
+            return [_document_status(row, source) for row in sink.status(source.known_tables())]
+        return _table_status(config, source, sink)
+
+
+def _table_status(
+    config: PipelineConfig, source: Source, sink: IcebergSink
+) -> list[dict[str, Any]]:
     rows = []
     for table, (handle, head) in sorted(sink.heads(source.known_tables(), refuse=False).items()):
         progress, snapshot_id = head.progress, head.progress_snapshot_id
+        trouble = _raised(refuse_rollback, head, str(handle.name), config.name)
         committed = handle.last_epoch_snapshot(config.name, sink.branch)
         rows.append(
             {
                 "pipeline": config.name,
                 "table": str(handle.name),
                 "source_table": table,
-                "state": _table_state(head),
+                "state": _state(trouble) if trouble else _table_state(head),
+                "trouble": trouble,
                 "generation": progress.generation if progress else 0,
                 "epoch": progress.epoch if progress else 0,
                 "position": source.position(progress.upper) if progress else "",
@@ -97,12 +128,26 @@ def pipeline_status(config: PipelineConfig, spark: SparkSession) -> list[dict[st
 def _document_status(row: dict[str, Any], source: Source) -> dict[str, Any]:
     upper, committed_at = row.pop("upper"), row.pop("committed_at")
     position, at = source.position(upper), _time(int(committed_at * 1000)) if committed_at else ""
-    return {**row, "position": position, "snapshot_id": None, "committed_at": at}
+    trouble = row["trouble"] or _raised(source.verify_table, row["source_table"], upper)
+    state = _state(trouble) if trouble else row["state"]
+    told = {"state": state, "trouble": trouble}
+    return {**row, **told, "position": position, "snapshot_id": None, "committed_at": at}
+
+
+def _raised(look: Callable[..., None], *arguments: Any) -> IcestreamError | None:
+    try:
+        look(*arguments)
+    except IcestreamError as error:
+        return error
+    return None
+
+
+def _state(trouble: IcestreamError) -> str:
+    """What a table is called that the next run stops at."""
+    return next(state for kind, state in _STATES.items() if isinstance(trouble, kind))
 
 
 def _table_state(head: Any) -> str:
-    if head.rolled_back_from is not None:
-        return "rolled back"
     if head.progress is None:
         return "new"
     return "replaying" if head.progress.replaying else "durable"

@@ -338,6 +338,10 @@ class Source(Protocol):
         """Raise what would stop a run that goes on from `durable`; nothing is changed."""
         return None
 
+    def verify_table(self, table: str, durable: Frontier) -> None:
+        """As `verify`, but for one table, and only what is told without much work."""
+        return None
+
     def milestone(self, epoch: Epoch) -> bool:
         """Whether an epoch must be made durable at once, even when it brings no change."""
         return False

@@ -158,7 +158,7 @@ def test_a_rollback_while_the_pipeline_runs_stops_it(make_shop: MakeShop) -> Non
 
 
 def test_the_commands_that_an_operator_types(make_shop: MakeShop) -> None:
-    """E8, U2: run, then rollback, with their exit codes and words."""
+    """E8, U2, Mend f1: run, status, then rollback, with their exit codes and words."""
     shop = make_shop()
     shop.epochs(3)
     shop.run()
@@ -167,6 +167,10 @@ def test_the_commands_that_an_operator_types(make_shop: MakeShop) -> None:
     assert refused.exit_code == NEEDS_OPERATOR, refused.stderr
     assert "icestream rollback --replay" in refused.stderr
     assert "icestream rollback --accept" in refused.stderr
+    status = shop.command("status")
+    assert status.exit_code == NEEDS_OPERATOR, status.stderr
+    assert status.stdout.endswith("  rolled back\n")
+    assert "icestream rollback --replay" in status.stderr
     settled = shop.command("rollback", "--replay", "--table", "orders")
     assert settled.exit_code == 0, settled.stderr
     goes_on_after = resolved(shop.lake, shop.name())[-1]

@@ -696,6 +696,76 @@ def test_a_table_that_was_made_anew_is_not_loaded_over_the_old_ones_documents(
     search.assert_equal()
 
 
+def table_gone(search: Search) -> None:
+    search.sql(f"DROP TABLE {TABLE}")
+
+
+@pytest.mark.parametrize(
+    ("harm", "state", "said", "code"),
+    [
+        (rolled_back, "rolled back", "was rolled back", EXIT_OPERATOR),
+        (expired, "history lost", "has been expired", EXIT_OPERATOR),
+        (made_anew, "lost", "created anew", EXIT_OPERATOR),
+        (index_deleted, "lost", f"index {TABLE} is gone", EXIT_OPERATOR),
+        (table_gone, "halted", f"no table {TABLE}", EXIT_CONFIG),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_status_says_what_would_stop_the_next_run(
+    search: Search,
+    shell: Shell,
+    harm: Callable[[Search], None],
+    state: str,
+    said: str,
+    code: int,
+) -> None:
+    """U2, E8, E13, Mend f1: of the table that it would stop at, in words and by its exit code."""
+    search.tables[OTHER] = {"identifier_columns": ["id"]}
+    for table in (TABLE, OTHER):
+        search.create(table=table)
+        search.insert(1, table=table)
+        search.insert(2, table=table)
+    search.run()
+    file = shell.write(search.document())
+    before = shell("status", "--json", file)
+    assert before.code == 0
+    assert [(row["state"], row["trouble"]) for row in before.rows()] == [("ok", None)] * 2
+    harm(search)
+    ran = shell("run", "--once", file)
+    assert_refused(ran, code, said)
+    as_json, as_text = shell("status", "--json", file), shell("status", file)
+    assert as_json.code == as_text.code == code
+    other, row = as_json.rows()
+    assert (other["source_table"], other["state"], other["trouble"]) == (OTHER, "ok", None)
+    assert (row["source_table"], row["state"]) == (TABLE, state)
+    assert said in row["trouble"]["message"]
+    assert row["trouble"]["hint"]
+    first, second = as_text.out.splitlines()
+    assert first.endswith("  ok")
+    assert second.endswith(f"  {state}")
+    # In the very words of the run, with what to do.
+    for line in (row["trouble"]["message"], row["trouble"]["hint"]):
+        assert line in ran.err
+        assert line in as_text.err
+
+
+def test_status_of_a_source_that_is_away_says_so_and_does_not_fail(
+    search: Search, shell: Shell
+) -> None:
+    """U2, E12, Mend f1: what is durable is known all the same."""
+    search.create()
+    search.insert(1)
+    search.run()
+    # Nothing listens at this port.
+    search.catalog = {"type": "rest", "uri": "http://127.0.0.1:9", "name": "away"}
+    answer = shell("status", "--json", shell.write(search.document()))
+    (row,) = answer.rows()
+    assert answer.code == 0, answer.err
+    assert (row["state"], row["position"]) == ("source away", f"{TABLE} 1")
+    assert "could not" in row["trouble"]["message"]
+    assert row["trouble"]["message"] in answer.err
+
+
 def test_other_identifier_columns_are_refused(search: Search, shell: Shell) -> None:
     """O9: documents under the old identifiers would stay for ever."""
     search.create()

@@ -22,7 +22,14 @@ import pyarrow as pa
 
 from icestream import failpoints, metrics
 from icestream.epoch import Epoch, Progress
-from icestream.errors import Broken, ConfigInvalid, ProgressLost, SchemaRejected, check
+from icestream.errors import (
+    Broken,
+    ConfigInvalid,
+    NeedsOperator,
+    ProgressLost,
+    SchemaRejected,
+    check,
+)
 from icestream.frontier import Frontier
 from icestream.schema import Column, TableShape
 from icestream.sinks import Committed, Written
@@ -199,7 +206,10 @@ class OpenSearchSink:
         return True
 
     def status(self, tables: Sequence[str]) -> list[dict[str, object]]:
-        """What is durable, a row for each table; nothing is claimed."""
+        """What is durable, a row for each table, and the error that its index stops a run with.
+
+        Nothing is claimed.
+        """
         head = self._document.read()
         if head.sequence is None:
             return []
@@ -207,15 +217,19 @@ class OpenSearchSink:
         found = self._document.look([index.name for index in head.indices.values()])
         rows: list[dict[str, object]] = []
         for table in sorted({*tables, *head.indices}):
-            index = head.indices.get(table)
-            there = found.get(index.name) if index else None
-            lost = index is not None and (there is None or there.uuid != index.uuid)
+            index, trouble = head.indices.get(table), None
+            try:
+                if index:
+                    self._document.refuse_other_than(table, index, found.get(index.name))
+            except NeedsOperator as error:
+                trouble = error
             rows.append(
                 {
                     "pipeline": self._pipeline,
                     "table": index.name if index else self._options.index_name(table),
                     "source_table": table,
-                    "state": "lost" if lost else "ok" if index else "empty",
+                    "state": "ok" if index else "empty",
+                    "trouble": trouble,
                     "generation": progress.generation,
                     "epoch": progress.epoch,
                     "upper": progress.upper,

@@ -239,17 +239,20 @@ class ProgressDocument:
         """
         found = self.look([index.name for index in indices.values()])
         for table, index in indices.items():
-            if index.name in found and found[index.name].uuid == index.uuid:
-                mine = Owner(pipeline=self._pipeline, table=table)
-                refuse_other(index.name, found[index.name].owner, mine)
-                continue
-            state = "has been made anew" if index.name in found else "is gone"
-            raise ProgressLost(
-                f"index {index.name} {state}, and with it what pipeline {self._pipeline} brought",
-                detail=f"It holds the documents of table {table}.",
-                hint=f"Restore the index, or delete document {self._pipeline} of index "
-                f"{self._index} and the pipeline's other indices to load all its tables anew.",
-            )
+            self.refuse_other_than(table, index, found.get(index.name))
+
+    def refuse_other_than(self, table: str, index: Index, there: Seen | None) -> None:
+        """As `refuse_lost`, of a single index and what was seen in its place."""
+        if there is not None and there.uuid == index.uuid:
+            refuse_other(index.name, there.owner, Owner(pipeline=self._pipeline, table=table))
+            return
+        state = "has been made anew" if there is not None else "is gone"
+        raise ProgressLost(
+            f"index {index.name} {state}, and with it what pipeline {self._pipeline} brought",
+            detail=f"It holds the documents of table {table}.",
+            hint=f"Restore the index, or delete document {self._pipeline} of index "
+            f"{self._index} and the pipeline's other indices to load all its tables anew.",
+        )
 
     def look(self, names: Sequence[str]) -> dict[str, Seen]:
         """Those of the indices that exist."""

@@ -218,7 +218,7 @@ class IcebergSource(Source):
 
     def available(self, lower: Frontier) -> Sequence[Frontier]:
         """Groups of files while a table is loaded, then one snapshot after the other."""
-        self._refuse_replaced(lower)
+        self._refuse_replaced(self._options.tables, lower)
         try:
             streams = [
                 [(each.partition, position) for position in self._positions(each, lower)]
@@ -240,6 +240,13 @@ class IcebergSource(Source):
     def verify(self, durable: Frontier) -> None:
         """Raise what would stop a run: a missing table, an expired or rolled-back history."""
         self.available(durable)
+
+    def verify_table(self, table: str, durable: Frontier) -> None:
+        """The same for one table; nothing for one that the configuration does not name."""
+        named = [options for options in self._options.tables if options.table_name == table]
+        self._refuse_replaced(named, durable)
+        for options in named:
+            self._positions(self._follow(options), durable)
 
     def caught_up(self, frontier: Frontier) -> bool:
         """Whether all that was there at the first look lies before a frontier."""
@@ -317,9 +324,9 @@ class IcebergSource(Source):
             self._followed[options.table_name] = found
         return found
 
-    def _refuse_replaced(self, lower: Frontier) -> None:
+    def _refuse_replaced(self, tables: Sequence[IcebergTableOptions], lower: Frontier) -> None:
         """A table that was read under another identity must not be taken for the same."""
-        current = {each.name: each.partition for each in map(self._follow, self._options.tables)}
+        current = {each.name: each.partition for each in map(self._follow, tables)}
         for partition in lower.positions:
             name, identity = _table_of(partition), partition.split(" ")[-2]
             if name not in current or current[name] == partition:
