@@ -37,6 +37,7 @@ from icestream.schema import SchemaGap, arrow_schema, schema_from_json
 from icestream.sinks import Writer
 from icestream.sinks.transformed import TransformingWriter
 from icestream.sources import (
+    ComparedSplit,
     FrameSplit,
     Split,
     TableSplit,
@@ -45,6 +46,7 @@ from icestream.sources import (
     joined_needs,
 )
 from icestream.sources.iceberg import changelog
+from icestream.sources.named_columns import refuse_gone
 from icestream.spark import Row, as_rows, attempt_number, run_frame, run_tasks, task_frame
 from icestream.transform import (
     BUCKET,
@@ -217,7 +219,7 @@ def write_transformed(
 
 def _outcome(rows: Iterable[Row], tasks: int) -> Outcome:
     """What all tasks reported; raises the first error among it."""
-    reports, learned, needed, lacks, read, done = [], [], [], [], 0, 0
+    reports, learned, seen, needed, lacks, read, done = [], [], [], [], [], 0, 0
     for kind, _, payload in rows:
         if kind == ERROR:
             raise pickle.loads(payload)
@@ -231,11 +233,13 @@ def _outcome(rows: Iterable[Row], tasks: int) -> Outcome:
             report = pickle.loads(payload)
             read, done = read + report["rows"], done + 1
             learned.append(report["learned"])
+            seen.append(report["seen"])
     if lacks:
         raise Unready(lacks)
     if needed:
         raise joined_needs(needed)
     check(done >= tasks, "every task of the epoch reports that it is done")
+    refuse_gone(seen)
     return Outcome(reports=reports, rows=read, learned=learned)
 
 
@@ -383,7 +387,9 @@ def _work(task: Task, columns: "_Columns | None" = None) -> Iterator[Any]:
                 yield from _write(task, f"{task.number:05d}.{batch}", pieces)
                 pieces, gathered = {}, 0
         yield from _write(task, f"{task.number:05d}", pieces)
-        yield DONE, 0, pickle.dumps({"rows": read, "learned": task.split.learned()})
+        seen = task.split.columns_seen() if isinstance(task.split, ComparedSplit) else {}
+        report = {"rows": read, "learned": task.split.learned(), "seen": seen}
+        yield DONE, 0, pickle.dumps(report)
     except ValuesNeeded as need:
         yield NEEDED, 0, pickle.dumps(need)
     except (SchemaGap, TablesUnready) as lack:

@@ -17,6 +17,7 @@ from icestream.epoch import Epoch
 from icestream.errors import IcestreamError, SourceUnavailable
 from icestream.frontier import START, Frontier
 from icestream.schema import Column, Reads, TableShape
+from icestream.sources.named_columns import ColumnsSeen
 
 
 class SplitsLost(SourceUnavailable):
@@ -185,6 +186,18 @@ class TableSplit:
         self, schema_json: str, key: Sequence[str], reads: Reads | None = None
     ) -> Iterator[pa.Table]:
         """Change batches in the columns of the schema, those that are not read left out or null."""
+        ...
+
+
+@runtime_checkable
+class ComparedSplit(Protocol):
+    """A split whose rows may lack columns that a select names; see `named_columns`."""
+
+    def columns_seen(self) -> ColumnsSeen:
+        """What its rows tell of these columns, once it was read, in the table's first epoch.
+
+        Only together with other splits of the epoch does it tell whether a column is gone.
+        """
         ...
 
 

@@ -213,6 +213,28 @@ def test_a_changefeed_row_without_a_column_that_a_select_names_stops_the_pipelin
     assert rows() == [(2, "x"), (4, "d")]
 
 
+@pytest.mark.parametrize("later", [{"name": "x", "area": "eu"}, {"name": "x"}])
+def test_splits_of_the_first_epoch_are_held_against_each_other(
+    spark: SparkSession, embedded: dict[str, str], local: Lake, tmp_path: Any, later: dict[str, Any]
+):
+    """E11, C5, Mend h2: renamed or dropped between files that two workers read."""
+    log = Changelog.at(tmp_path / "feed")
+
+    def written(*rows: dict[str, Any]) -> None:
+        log.put("person", *rows)
+        pending = log.take()
+        log.folder.data("person", [each.wrapped() for each in pending], pending[0].at)
+
+    written(*({"id": n, "name": "a", "region": "eu"} for n in (1, 2)))
+    written({"id": 2, **later})
+    log.mark()
+    file = document(tmp_path / "feed", embedded, source={"split_bytes": 1})
+    file["feed"]["transform"] = {"person": "select id, name from changes where region = 'eu'"}
+    with pytest.raises(SchemaRejected, match="person reads column region, which"):
+        run_once(spark, file)
+    assert not local.rows("shop.person")
+
+
 def test_a_record_without_a_column_that_a_select_names_stops_the_pipeline(topics):
     """E11, K3, Mend h2: an event of Debezium has all columns of its table."""
     name = topics.create("orders")

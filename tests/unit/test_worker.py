@@ -13,10 +13,11 @@ from pyiceberg.types import LongType, NestedField, UUIDType
 
 from icestream import worker
 from icestream.change import AT, OP, SEQ, Op
-from icestream.errors import Broken, DataRejected, SourceUnavailable
+from icestream.errors import Broken, DataRejected, SchemaRejected, SourceUnavailable
 from icestream.iceberg.files import FileClosed
 from icestream.schema import Column, SchemaGap, TableShape
 from icestream.sources import Need, TableSplit, TablesUnready, ValuesNeeded
+from icestream.sources.named_columns import ColumnsSeen, Seen
 from icestream.transform import TableSelect
 from icestream.worker import (
     DONE,
@@ -60,6 +61,16 @@ class ListSplit(TableSplit):
 
     def learned(self) -> dict[str, int]:
         return self.seen
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeeingSplit(ListSplit):
+    """Changes of a table's first epoch, whose select names the column `a`."""
+
+    columns: Seen
+
+    def columns_seen(self) -> ColumnsSeen:
+        return {("t", "a"): self.columns}
 
 
 def changes(rows: Sequence[tuple[int, int, int | None]]) -> pa.Table:
@@ -234,6 +245,16 @@ def test_an_error_of_a_split_is_raised_as_it_was(tmp_path, error, count):
     with pytest.raises(type(error)) as caught:
         run(table(tmp_path), *splits)
     assert str(caught.value) == str(error)
+
+
+def test_what_splits_have_seen_of_columns_is_held_against_each_other(tmp_path):
+    """E11, Mend h2: before anything is committed; each of the splits is right by itself."""
+    before = SeeingSplit(batches=[[(1, 1, 1)]], columns=Seen(first_with={"": 1}))
+    after = SeeingSplit(batches=[[(2, 2, 2)]], columns=Seen(last_without={"": 2}))
+    assert run(table(tmp_path / "one"), before, ListSplit()).rows == 1
+    assert run(table(tmp_path / "other"), after, after).rows == 2
+    with pytest.raises(SchemaRejected, match="t reads column a, which"):
+        run(table(tmp_path / "both"), before, after)
 
 
 def test_what_all_splits_find_lacking_is_raised_at_once(tmp_path):

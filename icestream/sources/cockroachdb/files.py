@@ -88,6 +88,7 @@ from icestream.sources.cockroachdb.rows import (
 from icestream.sources.cockroachdb.taken import only_deletes, taken, takes, without_rows
 from icestream.sources.json_cells import Cells, MalformedJson, lines
 from icestream.sources.json_columns import infer_type
+from icestream.sources.named_columns import ColumnsSeen, Seen
 
 log = logging.getLogger(__name__)
 
@@ -213,6 +214,7 @@ class FileSplit(TableSplit):
     declared: Mapping[str, IcebergType]
     source_key: Sequence[str]
     ranges: dict[str, tuple[Position, Position]] = field(default_factory=dict, compare=False)
+    seen: dict[tuple[str, str], Seen] = field(default_factory=dict, compare=False)
     each_key_once: bool = False
 
     def read(
@@ -230,6 +232,7 @@ class FileSplit(TableSplit):
             self._learn(file, changes)
             refuse_other_key(self.table, self.source_key, key)
             yield only_within(changes, *span)
+        self.seen.update(reader.seen)
 
     @property
     def size_bytes(self) -> int:
@@ -243,6 +246,10 @@ class FileSplit(TableSplit):
     def learned(self) -> dict[str, tuple[Position, Position]]:
         """The span of timestamps in each file that was read."""
         return self.ranges
+
+    def columns_seen(self) -> ColumnsSeen:
+        """What its rows tell of columns; see `ComparedSplit`."""
+        return self.seen
 
     def _learn(self, file: FeedFile, changes: pa.Table) -> None:
         at = changes.column(AT).combine_chunks().to_numpy(zero_copy_only=False)

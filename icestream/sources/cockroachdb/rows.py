@@ -20,7 +20,7 @@ from icestream.schema import Column, Reads, SchemaGap, arrow_schema, cast_text
 from icestream.sources.cockroachdb.hlc import hlc_parts
 from icestream.sources.json_cells import Cells, Kind, elements, members
 from icestream.sources.json_columns import infer_type
-from icestream.sources.named_columns import NamedColumns
+from icestream.sources.named_columns import ColumnsSeen, NamedColumns
 
 _BARE = "__crdb__"
 Span = tuple[tuple[int, int], tuple[int, int]]
@@ -62,6 +62,11 @@ class Reader:
         self.kinds = {column.name: column.field_type for column in schema.fields}
         self.arrow = arrow_schema(schema)
 
+    @property
+    def seen(self) -> ColumnsSeen:
+        """What was seen of the columns that the table's select names; see `named_columns`."""
+        return self._named.seen
+
     def read_rows(self, origin: Origin, rows: "Rows") -> pa.Table:
         """The rows as changes; raises `SchemaGap` for columns that the table lacks."""
         at, seq = timestamps(origin, rows)
@@ -95,7 +100,7 @@ class Reader:
         counted = ~deleted
         if self._span is not None:
             counted = counted & within(at, seq, *self._span).to_numpy(zero_copy_only=False)
-        self._named.look(present, counted, at.to_numpy(zero_copy_only=False))
+        self._named.look(present, counted, {"": at.to_numpy(zero_copy_only=False)})
 
     def _key_columns(self, origin: Origin, rows: "Rows") -> dict[str, pa.Array]:
         """The key's columns from the key, which deletes have as well."""

@@ -61,6 +61,7 @@ from icestream.sources.kafka.partitions import (
     refuse_lost,
 )
 from icestream.sources.kafka.rows import Records
+from icestream.sources.named_columns import ColumnsSeen, Seen
 
 log = logging.getLogger(__name__)
 
@@ -160,6 +161,7 @@ class TopicSplit(TableSplit):
     source_key: Sequence[str]
     size_bytes: int
     each_key_once: bool = False
+    seen: dict[tuple[str, str], Seen] = field(default_factory=dict, compare=False)
 
     def read(
         self, schema_json: str, key: Sequence[str], reads: Reads | None = None
@@ -176,6 +178,7 @@ class TopicSplit(TableSplit):
                     yield reader.read_rows(place, rows)
                 except MalformedJson as error:
                     raise place.damaged(f"{error.reason}.") from error
+        self.seen.update(reader.seen)
 
     def records(self) -> Iterator[tuple[Range, Records]]:
         """The records of its ranges."""
@@ -192,6 +195,10 @@ class TopicSplit(TableSplit):
     def learned(self) -> str:
         """That the table was there to be read for."""
         return self.table
+
+    def columns_seen(self) -> ColumnsSeen:
+        """What its rows tell of columns; see `ComparedSplit`."""
+        return self.seen
 
 
 class CockroachdbTopics(Changefeed):

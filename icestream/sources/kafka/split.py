@@ -29,7 +29,7 @@ from icestream.sources.kafka.held_back import Held, HeldBack
 from icestream.sources.kafka.registry import RegistryOptions
 from icestream.sources.kafka.route import Route
 from icestream.sources.kafka.rows import Decoded, Indices, Mask, Records, Rows
-from icestream.sources.named_columns import NamedColumns
+from icestream.sources.named_columns import ColumnsSeen, NamedColumns
 
 BATCH_BYTES = 16 * 1024**2
 # Missing tables and columns are looked for in at least this much of a split before it is read anew.
@@ -142,6 +142,7 @@ class KafkaSplit:
     each_key_once: bool = False
     reads: list[RangeRead] = field(default_factory=list)
     stored: Mapping[str, pa.Table | None] = field(default_factory=dict, repr=False)
+    seen: ColumnsSeen = field(default_factory=dict)
 
     @property
     def size_bytes(self) -> int:
@@ -172,6 +173,7 @@ class KafkaSplit:
         tables.refuse_unready()
         yield from tables.completed()
         tables.refuse_unready()
+        self.seen = tables.columns_seen()
 
     def with_stored(self, table: str, values: pa.Table | None) -> "KafkaSplit":
         """The same split with rows of a table that it asked for."""
@@ -180,6 +182,10 @@ class KafkaSplit:
     def learned(self) -> Sequence[RangeRead]:
         """What each range held."""
         return self.reads
+
+    def columns_seen(self) -> ColumnsSeen:
+        """What its records tell of columns; see `ComparedSplit`."""
+        return self.seen
 
     def _records(self, each: Range) -> Iterator[Records]:
         return read_range(
@@ -322,7 +328,7 @@ class TableChanges:
             self.gaps[table] = joined_columns(self.gaps.get(table, ()), gap.columns)
             return
         if not self.tries_letters:
-            self._refuse_gone(table, where, records, rows.take(found.taken))
+            self._refuse_gone(table, where, records, rows.take(found.taken), at)
         places = rows.records[found.taken]
         reasons = {int(rows.records[n]): reason for n, reason in found.rejected.items()}
         yield from self._letters(table, where, records, reasons)
@@ -388,12 +394,21 @@ class TableChanges:
             for place in places.tolist()
         }
 
-    def _refuse_gone(self, table: str, where: Range, records: Records, rows: Rows) -> None:
+    def _refuse_gone(
+        self, table: str, where: Range, records: Records, rows: Rows, at: Indices
+    ) -> None:
         named = self._named_columns(table)
         if named:
-            group = f"{where.topic}/{where.partition}"
-            order = records.offsets[rows.records]
-            named.look(_present(rows), rows.ops != Op.DELETE, order, group)
+            # Offsets say nothing of other partitions; times do, as far as clocks agree.
+            orders = {
+                f"{where.topic}/{where.partition}": records.offsets[rows.records],
+                where.topic: at[rows.records],
+            }
+            named.look(_present(rows), rows.ops != Op.DELETE, orders)
+
+    def columns_seen(self) -> ColumnsSeen:
+        """What was seen of the columns that selects name; see `named_columns`."""
+        return dict(each for named in self._named.values() for each in named.seen.items())
 
     def _named_columns(self, table: str) -> NamedColumns | None:
         if not self._reading.whole_rows:

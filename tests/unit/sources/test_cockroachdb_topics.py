@@ -25,6 +25,7 @@ from icestream.sources.cockroachdb import CockroachdbOptions, TopicsOptions, top
 from icestream.sources.cockroachdb.hlc import resolved_of
 from icestream.sources.cockroachdb.topics import CockroachdbTopics
 from icestream.sources.kafka.consumer import PartitionStalled
+from icestream.sources.named_columns import refuse_gone
 from tests.changefeed import UNBOUNDED, Hlc, MemoryTopics, Message, hlc_text, marker, wrapped
 
 SECOND = 1_000_000_000
@@ -120,6 +121,28 @@ def test_a_row_without_a_column_that_a_select_names_is_refused(memory):
     named = Reads(columns=frozenset(["id", "v"]), named=frozenset(["id", "v"]))
     with pytest.raises(SchemaRejected, match="t reads column v, which"):
         [list(s.read(SCHEMA, ["id"], named)) for s in source.splits(epoch(START, upper))]
+
+
+@pytest.mark.parametrize("lacking_at, refused", [(2, True), (1, False)])
+def test_partitions_of_the_first_epoch_are_held_against_each_other(memory, lacking_at, refused):
+    """E11, C5, Mend h2: a column was dropped, or added, between rows of two partitions."""
+    with_at = 3 - lacking_at
+    memory.send("t", 0, [row(1, at(with_at), v=1)])
+    memory.send("t", 1, [row(2, at(lacking_at))])
+    resolve(memory, at(3))
+    source = memory.source(split_bytes=1)
+    (upper,) = source.available(START)
+    names = frozenset(["id", "v"])
+    splits = source.splits(epoch(START, upper))
+    for split in splits:
+        assert list(split.read(SCHEMA, ["id"], Reads(columns=names, named=names, beginning=True)))
+    assert len(splits) == 2
+    seen = [pickle.loads(pickle.dumps(split.columns_seen())) for split in splits]
+    if not refused:
+        refuse_gone(seen)
+        return
+    with pytest.raises(SchemaRejected, match="t reads column v, which"):
+        refuse_gone(seen)
 
 
 def test_a_restart_needs_nothing_but_the_frontier(memory):

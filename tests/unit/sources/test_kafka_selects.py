@@ -2,6 +2,7 @@
 
 import io
 import json
+import pickle
 from typing import Any
 
 import fastavro
@@ -15,6 +16,7 @@ from icestream.sources.kafka.consumer import Range
 from icestream.sources.kafka.envelope import UNAVAILABLE_VALUE, ValueOptions
 from icestream.sources.kafka.registry import RegistryOptions
 from icestream.sources.kafka.split import TableChanges
+from icestream.sources.named_columns import refuse_gone
 from tests.property.kafka_reading import Destination, reading, records, split_of
 from tests.registry import StandInRegistry
 
@@ -89,6 +91,48 @@ def test_a_field_that_plain_json_leaves_out_is_null():
     """E11, K3, Mend h2: nothing tells it from a field that is gone."""
     options = {"value": ValueOptions(envelope="upsert")}
     assert found(Selecting("id", "region"), ({"id": 1}, {"id": 1}), **options) == [1]
+    split = split_of({("t", 0): [records(({"id": 1}, {"id": 1}))]}, reading(**options))
+    Selecting("id", "region", beginning=True).read(split)
+    assert split.columns_seen() == {}
+
+
+APART = {
+    "renamed, sent at once": ({"area": "eu"}, 5, True),
+    "dropped": ({}, 6, True),
+    "older": ({}, 4, False),
+    "at one time": ({}, 5, False),
+}
+
+
+@pytest.mark.parametrize("together", [True, False], ids=["one split", "two splits"])
+@pytest.mark.parametrize("case", APART)
+def test_partitions_of_the_first_epoch_are_held_against_each_other(case: str, together: bool):
+    """E11, K3, Mend h2: by names, and by the times of records; both have the offset 0."""
+    columns, time, refused = APART[case]
+    batches = {
+        ("t", 0): [records(event(1, region="eu"), at=5)],
+        ("t", 1): [records(event(2, **columns), at=time)],
+    }
+    splits = [split_of(batches)] if together else [split_of({p: b}) for p, b in batches.items()]
+
+    def read() -> None:
+        for split in splits:
+            assert Selecting("id", "region", beginning=True).read(split)["t"]
+        refuse_gone(pickle.loads(pickle.dumps(split.columns_seen())) for split in splits)
+
+    if not refused:
+        read()
+        return
+    with pytest.raises(SchemaRejected, match="t reads column region, which"):
+        read()
+
+
+def test_the_times_of_one_partition_do_not_belie_its_offsets():
+    """E11, K3, Mend h2: a writer's clock went back as the column was added."""
+    older, newer = records(event(1), at=9), records(event(2, region="eu"), first=1, at=5)
+    split = split_of({("t", 0): [older, newer]})
+    assert len(Selecting("id", "region", beginning=True).read(split)["t"]) == 2
+    refuse_gone([split.columns_seen()])
 
 
 def test_a_letter_without_a_named_column_stays_one():

@@ -5,7 +5,7 @@ import pytest
 
 from icestream.errors import SchemaRejected
 from icestream.schema import Reads
-from icestream.sources.named_columns import NamedColumns
+from icestream.sources.named_columns import NamedColumns, refuse_gone
 
 Row = tuple[int, str]
 
@@ -15,7 +15,7 @@ def look(columns: NamedColumns, *rows: Row, group: str = "") -> None:
     names = sorted({name for _, has in rows for name in has})
     present = {name: np.array([name in has for _, has in rows]) for name in names}
     order = np.array([at for at, _ in rows])
-    columns.look(present, np.ones(len(rows), dtype=bool), order, group)
+    columns.look(present, np.ones(len(rows), dtype=bool), {group: order})
 
 
 def named(*names: str, beginning: bool = False, declared: tuple[str, ...] = ()) -> NamedColumns:
@@ -57,6 +57,34 @@ def test_rows_of_the_first_epoch_may_be_older_than_a_column(case: str):
     with pytest.raises(SchemaRejected, match="reads column a"):
         for batch in batches:
             look(columns, *batch)
+
+
+@pytest.mark.parametrize("case", FIRST)
+def test_splits_of_the_first_epoch_are_told_together_what_one_is_told(case: str):
+    """E11, Mend h2: each row is read by another worker, which notices nothing."""
+    *batches, passes = FIRST[case]
+    seen = []
+    for row in (row for batch in batches for row in batch):
+        columns = named("k", "a", beginning=True)
+        look(columns, row)
+        seen.append(columns.seen)
+    if passes:
+        refuse_gone(seen)
+        return
+    with pytest.raises(SchemaRejected, match="t reads column a, which"):
+        refuse_gone(seen)
+
+
+def test_splits_of_later_epochs_and_of_other_tables_are_not_compared():
+    """E11, Mend h2: a later epoch is refused row by row, and needs no comparison."""
+    later = named("k", "a")
+    look(later, (1, "ka"))
+    assert later.seen == {}
+    reads = Reads(columns=frozenset("kab"), named=frozenset("a"), beginning=True)
+    one, other = NamedColumns("t", reads), NamedColumns("u", reads)
+    look(one, (1, "ka"))
+    look(other, (2, "kb"))
+    refuse_gone([one.seen, other.seen])
 
 
 def test_what_came_later_is_told_within_a_partition_alone():
