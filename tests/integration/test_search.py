@@ -43,7 +43,7 @@ LOADING = 0
 WAIT_SECONDS_MAX = 120.0
 # The worker waits for some seconds; a busy machine needs its time, too.
 TOLD_SECONDS_MAX = 40.0
-EXIT_CONFIG = 2
+EXIT_CONFIG, EXIT_OPERATOR = 2, 3
 EXIT_OPERATOR = 3
 EXIT_FENCED = 4
 # As the RFC of Data Prepper's source has it, but for the addresses.
@@ -886,11 +886,13 @@ def rolled_back_unfinished(search: Search, die: Callable[[], None]) -> None:
 
 @pytest.mark.parametrize("net", [False, True])
 def test_documents_of_a_snapshot_that_was_rolled_back_unfinished_do_not_stay(
-    search: Search, died_with_documents: Callable[[], None], net: bool
+    search: Search, shell: Shell, died_with_documents: Callable[[], None], net: bool
 ) -> None:
     """O6, O12, E7, Mend i2: the next run stops; the way out that it names loads the table anew."""
     search.source["net_changes"] = net
     rolled_back_unfinished(search, died_with_documents)
+    file = shell.write(search.document())
+    assert_refused(shell("check", file), EXIT_OPERATOR, "sequence number 2", "loaded anew")
     search.insert(6)
     with pytest.raises(RolledBack) as stopped:
         search.run()
