@@ -5,8 +5,8 @@
     │                    -> waited out by the pipeline (`icestream.patience`)
     ├── CommitUnknown    the answer was lost        -> read back, then decide; delete nothing
     ├── Fenced           someone newer owns the target -> stop quietly, an exit code of its own
-    ├── NeedsOperator    ConfigInvalid, HistoryLost, ProgressLost, RolledBack, FrontierLost,
-    │                    SchemaRejected, DataRejected -> stop, say what to do
+    ├── NeedsOperator    ConfigInvalid, HistoryLost, ProgressLost, TableReplaced, RolledBack,
+    │                    FrontierLost, SchemaRejected, DataRejected -> stop, say what to do
     └── Broken           an invariant does not hold -> crash at once
 
 Messages read like PostgreSQL's: the primary line in lowercase without a period, then detail and
@@ -117,6 +117,10 @@ class HistoryLost(NeedsOperator):
 
 class ProgressLost(NeedsOperator):
     """The table's progress is not the one this pipeline left there."""
+
+
+class TableReplaced(ProgressLost):
+    """The table of this name is another one than it was."""
 
 
 class RolledBack(ProgressLost):

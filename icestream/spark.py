@@ -9,14 +9,17 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import reduce
 from operator import add, and_, or_
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+from py4j.protocol import Py4JJavaError
 from pyspark import SparkContext, TaskContext
 from pyspark.errors import (
+    AnalysisException,
     ArithmeticException,
     ArrayIndexOutOfBoundsException,
     DateTimeException,
@@ -68,6 +71,7 @@ _BUNDLES = {
 Row = tuple[str, int, bytes]
 """What tasks hand on: a kind, a bucket and a payload."""
 
+_TRIED_AGAIN = "Look at the Spark log; the epoch will be tried again."
 ROW_SCHEMA = "kind string, bucket int, payload binary"
 # What expressions raise on values, as exceptions of their own or in the words of a failed job.
 _EXPRESSION_ERRORS = (
@@ -247,22 +251,34 @@ def run_frame(
 
 
 def _collected(rows: DataFrame) -> list[Row]:
+    with as_retryable("could not run the tasks of an epoch"):
+        try:
+            return [(row["kind"], row["bucket"], bytes(row["payload"])) for row in rows.collect()]
+        except PySparkException as error:
+            if condition := _failed_expression(error):
+                raise DataRejected(
+                    "an expression of a transform fails on a row",
+                    # Spark quotes the value that it fails on; rows are nobody's business in a log.
+                    detail=f"Spark says {condition}.",
+                    hint="Use a form that gives null instead, such as `try_cast`, `try_divide` or "
+                    "`case when`.",
+                ) from None
+            raise
+
+
+@contextmanager
+def as_retryable(message: str, hint: str = _TRIED_AGAIN) -> Iterator[None]:
+    """Turn the failure of a Spark job into `TargetUnavailable`: it may work later.
+
+    A file that could not be read and a worker that was killed come as exceptions of Java's. A query
+    that Spark does not understand never works.
+    """
     try:
-        return [(row["kind"], row["bucket"], bytes(row["payload"])) for row in rows.collect()]
-    except PySparkException as error:
-        if condition := _failed_expression(error):
-            raise DataRejected(
-                "an expression of a transform fails on a row",
-                # Spark quotes the value that it fails on; rows are nobody's business in a log.
-                detail=f"Spark says {condition}.",
-                hint="Use a form that gives null instead, such as `try_cast`, `try_divide` or "
-                "`case when`.",
-            ) from None
-        raise TargetUnavailable(
-            "could not run the tasks of an epoch",
-            detail=_first_python_line(str(error)),
-            hint="Look at the Spark log; the epoch will be tried again.",
-        ) from error
+        yield
+    except AnalysisException:
+        raise
+    except (PySparkException, Py4JJavaError) as error:
+        raise TargetUnavailable(message, detail=_cause(error), hint=hint) from error
 
 
 def stored_rows(
@@ -280,7 +296,7 @@ def stored_rows(
     """
     spark.sparkContext.setLocalProperty("spark.job.description", "stored rows")
     names = list(dict.fromkeys([*keys.column_names, *columns]))
-    try:
+    with as_retryable("could not read the stored rows of a table"):
         rows = spark.read.format("iceberg").option("scan-task-set-id", staged).load(staged)
         rows = rows.select(*names)
         kinds = StructType(
@@ -295,12 +311,6 @@ def stored_rows(
         if keys.num_rows >= MEASURED_ROWS_MIN:
             _refuse_larger(found, bytes_max)
         return found.toArrow()
-    except PySparkException as error:
-        raise TargetUnavailable(
-            "could not read the stored rows of a table",
-            detail=_first_python_line(str(error)),
-            hint="Look at the Spark log; the epoch will be tried again.",
-        ) from error
 
 
 def _refuse_larger(rows: DataFrame, bytes_max: int) -> None:
@@ -343,18 +353,13 @@ def staged_rows(
         text.between(least, greatest) & (char_length(text) == len(least))
         for least, greatest in spans
     ]
-    try:
+    hint = "Look at the Spark log, and start the command again."
+    with as_retryable("could not read the rows of a table", hint):
         rows = spark.read.format("iceberg").option("scan-task-set-id", staged).load(staged)
         if inside:
             rows = rows.where(reduce(or_, inside))
         wanted = [expr(text).alias(alias) for alias, text in columns.items()]
         return rows.select(*wanted).orderBy(next(iter(columns))).toArrow()
-    except PySparkException as error:
-        raise TargetUnavailable(
-            "could not read the rows of a table",
-            detail=_first_python_line(str(error)),
-            hint="Look at the Spark log, and start the command again.",
-        ) from error
 
 
 def attempt_number() -> int:
@@ -416,6 +421,18 @@ def _failed_expression(error: PySparkException) -> str | None:
         return str(error.getCondition())
     found = _EXPRESSION_ERROR.search(str(error))
     return found[1] if found else None
+
+
+def _cause(error: PySparkException | Py4JJavaError) -> str:
+    """What a Spark job failed of, in one line."""
+    if isinstance(error, PySparkException):
+        return _first_python_line(str(error))
+    causes, cause = [], error.java_exception
+    while cause is not None:
+        causes.append(str(cause.toString()).partition("\n")[0])
+        cause = cause.getCause()
+    # The first says only that a job was given up.
+    return "; ".join(causes[1:] or causes)
 
 
 def _first_python_line(text: str) -> str:

@@ -47,7 +47,15 @@ from icestream.sources import (
 )
 from icestream.sources.iceberg import changelog
 from icestream.sources.named_columns import refuse_gone
-from icestream.spark import Row, as_rows, attempt_number, run_frame, run_tasks, task_frame
+from icestream.spark import (
+    Row,
+    as_retryable,
+    as_rows,
+    attempt_number,
+    run_frame,
+    run_tasks,
+    task_frame,
+)
 from icestream.transform import (
     BUCKET,
     CHANGE_AT,
@@ -257,7 +265,8 @@ def write_events(
     reports, read = [], 0
     for split in splits:
         try:
-            frame = split.frame()
+            with as_retryable(f"could not read the changes of table {split.table}"):
+                frame = split.frame()
             if frame is None:
                 continue
             send = partial(_send, split.table, split.identified, writer)

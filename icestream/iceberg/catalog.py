@@ -34,6 +34,7 @@ from icestream.errors import (
     NeedsOperator,
     ProgressLost,
     SchemaRejected,
+    TableReplaced,
     TargetUnavailable,
 )
 from icestream.frontier import Frontier
@@ -1134,9 +1135,9 @@ def _gone(where: str) -> ProgressLost:
     )
 
 
-def replaced(name: object) -> ProgressLost:
+def replaced(name: object) -> TableReplaced:
     """The error for a table that is another one than the pipeline has written to."""
-    return ProgressLost(
+    return TableReplaced(
         f"table {name} was dropped and created anew",
         detail="The table of this name is another one than the pipeline has written to.",
         hint="Start the pipeline anew to continue with the new table from its own progress, "

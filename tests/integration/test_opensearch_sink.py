@@ -294,6 +294,17 @@ def test_a_template_of_the_same_priority_is_named(node: OpenSearch) -> None:
     assert "priority above 0" in str(refused.value.hint)
 
 
+def test_more_indices_than_fit_into_one_request_are_looked_at(node: OpenSearch) -> None:
+    """O12, O15: a pipeline of many tables is started a second time as well."""
+    names = [
+        f"shop.a_table_whose_name_is_of_the_usual_length_{number:03d}" for number in range(200)
+    ]
+    for name in (names[0], names[120], names[-1]):
+        ask(node, "PUT", f"/{name}", {"settings": {"number_of_replicas": 0}})
+    found = sink_on(node)._document.look(names)
+    assert list(found) == [names[0], names[120], names[-1]]
+
+
 def test_columns_that_are_widened_still_fit_their_fields(node: OpenSearch) -> None:
     """O7, O10, Mend g2: int to long and float to double, at any depth, need no other mapping."""
 

@@ -20,6 +20,7 @@ from icestream.errors import (
     DataRejected,
     HistoryLost,
     ProgressLost,
+    Retryable,
     RolledBack,
     TargetUnavailable,
 )
@@ -824,7 +825,59 @@ def test_a_running_pipeline_waits_for_a_catalog_and_stops_for_another_table(
     (error,) = errors
     assert isinstance(error, ProgressLost)
     assert "created anew" in str(error)
+    assert "than the pipeline has read" in str(error.detail)
+    assert "loaded anew" in str(error.hint)
     assert running.health.to_json()["state"] == "halted"
+
+
+@pytest.mark.parametrize("what", ["load", "insert", "delete"])
+def test_files_that_cannot_be_read_for_a_while_are_waited_for(search: Search, what: str) -> None:
+    """E13, Mend f2: whichever of the step's queries meets them; a single run ends in time."""
+    search.create(mode="merge-on-read")
+    search.insert(1, 2)
+    before = set() if what == "load" else files(search)
+    if what != "load":
+        search.run()
+    if what == "insert":
+        search.insert(3)
+    away = before if what == "delete" else files(search) - before
+    if what == "delete":
+        search.sql(f"DELETE FROM {TABLE} WHERE id = 1")
+    for file in away:
+        file.rename(f"{file}.away")
+    with pytest.raises(Retryable) as stopped:
+        search.run()
+    assert "FileNotFoundException" in str(stopped.value.detail)
+    for file in away:
+        Path(f"{file}.away").rename(file)
+    search.run()
+    search.assert_equal()
+
+
+def files(search: Search) -> set[Path]:
+    """The data files of the table as it is."""
+    listed = search.sql(f"SELECT file_path FROM {TABLE}.files WHERE content = 0")
+    return {Path(row["file_path"].removeprefix("file:")) for row in listed}
+
+
+def test_history_that_expires_while_documents_are_refused_is_missed(
+    search: Search, proxy: Proxy
+) -> None:
+    """E7, E13, O6: files that are gone for good are not waited for."""
+    search.create()
+    search.insert(1)
+    search.run()
+    search.url, search.source["polling_interval"] = proxy.url, 0.2
+    refused = proxy.on("POST", "_bulk", times=None).refuse(503)
+    following = search.pipeline()
+    with pytest.raises(HistoryLost) as lost, running(following):
+        search.insert(2)
+        wait_for_state(following, "stalled", "")
+        search.sql(f"INSERT OVERWRITE {TABLE} VALUES (9, 'nine')")
+        expire(search)
+        refused.remove()
+        wait_for(lambda: following.health.to_json()["state"] == "halted")
+    assert "loaded anew" in str(lost.value.hint)
 
 
 # Runs that die, and runs that come back

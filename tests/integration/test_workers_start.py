@@ -2,13 +2,17 @@
 
 import gc
 import json
+import os
+import signal
 import sys
 from collections.abc import Iterator
 from importlib import import_module
 from zipimport import zipimporter
 
+import pytest
 from pyspark.sql import SparkSession
 
+from icestream.errors import Retryable
 from icestream.spark import Row, run_tasks
 
 MODULES = ("icestream.worker", "icestream.sources.kafka", "icestream.sinks.iceberg", "pandas")
@@ -37,3 +41,16 @@ def test_a_task_neither_imports_nor_searches_what_was_there_before(spark: SparkS
             assert found["imported"] == list(MODULES)
             assert (found["archives"], found["jars"]) == (0, 0)
             assert found["left_alone"]
+
+
+def killed(_task: int) -> Iterator[Row]:
+    """A task whose worker ends as it would when there is no memory left."""
+    os.kill(os.getpid(), signal.SIGKILL)
+    yield "never", 0, b""
+
+
+def test_a_worker_that_is_killed_again_and_again_is_passing_trouble(spark: SparkSession) -> None:
+    """E13, Mend f2: Spark gives the job up; the epoch is tried again, and the reason told."""
+    with pytest.raises(Retryable) as stopped:
+        run_tasks(spark, [1], killed)
+    assert "exited unexpectedly" in str(stopped.value.detail)

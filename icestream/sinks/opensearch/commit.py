@@ -19,7 +19,7 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import quote
@@ -57,6 +57,8 @@ CLAIMS_MAX = 5
 CONFLICTS_MAX = 5
 # What is asked of an index, to tell whether and whose it is.
 SEEN = "filter_path=error,*.data_stream,*.settings.index.uuid,*.mappings._meta"
+# OpenSearch takes a first line of 4096 bytes; one name has 255 bytes at the most, quoted 765.
+LIST_CHARACTERS_MAX = 3000
 _PROGRESS_INDEX = {
     "settings": {"number_of_shards": 1, "auto_expand_replicas": "0-1"},
     # Partitions of a frontier have any names, and nobody searches for them.
@@ -256,14 +258,14 @@ class ProgressDocument:
 
     def look(self, names: Sequence[str]) -> dict[str, Seen]:
         """Those of the indices that exist."""
-        if not names:
-            return {}
-        listed = ",".join(quote(name, safe="") for name in sorted(set(names)))
-        answer = self._client.call("GET", f"/{listed}?ignore_unavailable=true&{SEEN}")
-        if answer.status == NOT_FOUND:
-            return {}
-        check(answer.status == OK, f"OpenSearch tells the settings of {listed}")
-        return seen(answer)
+        found: dict[str, Seen] = {}
+        quoted = [quote(name, safe="") for name in sorted(set(names))]
+        for listed in _lists(quoted, LIST_CHARACTERS_MAX):
+            answer = self._client.call("GET", f"/{listed}?ignore_unavailable=true&{SEEN}")
+            if answer.status != NOT_FOUND:
+                check(answer.status == OK, f"OpenSearch tells the settings of {listed}")
+                found |= seen(answer)
+        return found
 
     def _path(self, kind: str) -> str:
         return f"/{quote(self._index, safe='')}/{kind}/{quote(self._pipeline, safe='')}"
@@ -434,3 +436,15 @@ def _head(body: Mapping[str, Any], pipeline: str) -> Head:
         sequence=int(body["_seq_no"]),
         term=int(body["_primary_term"]),
     )
+
+
+def _lists(names: Sequence[str], characters_max: int) -> Iterator[str]:
+    """The names separated by commas, in as many texts as this length takes."""
+    listed = ""
+    for name in names:
+        if listed and len(listed) + 1 + len(name) > characters_max:
+            yield listed
+            listed = ""
+        listed = f"{listed},{name}" if listed else name
+    if listed:
+        yield listed

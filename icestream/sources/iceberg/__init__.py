@@ -22,7 +22,8 @@ that snapshot may be there, and nobody knows which.
 import json
 import logging
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain, zip_longest
 from math import inf
@@ -33,7 +34,7 @@ from pyspark.sql import DataFrame, SparkSession
 from tqdm import tqdm
 
 from icestream.epoch import Epoch
-from icestream.errors import ConfigInvalid, ProgressLost, SourceUnavailable, TargetUnavailable
+from icestream.errors import ConfigInvalid, SourceUnavailable, TableReplaced, TargetUnavailable
 from icestream.frontier import MINIMUM, Frontier, Position
 from icestream.iceberg.catalog import Table, replaced
 from icestream.iceberg.snapshots import Files, Snapshot, Stage
@@ -218,15 +219,12 @@ class IcebergSource(Source):
 
     def available(self, lower: Frontier) -> Sequence[Frontier]:
         """Groups of files while a table is loaded, then one snapshot after the other."""
-        self._refuse_replaced(self._options.tables, lower)
-        try:
+        with _as_source():
+            self._refuse_replaced(self._options.tables, lower)
             streams = [
                 [(each.partition, position) for position in self._positions(each, lower)]
                 for each in map(self._follow, self._options.tables)
             ]
-        except TargetUnavailable as error:
-            # A catalog that does not answer is the source here.
-            raise SourceUnavailable(error.message, detail=error.detail, hint=error.hint) from error
         bounds, at = [], lower
         # Side by side: a long load of one table does not keep the others waiting.
         for found in chain.from_iterable(zip_longest(*streams)):
@@ -244,9 +242,10 @@ class IcebergSource(Source):
     def verify_table(self, table: str, durable: Frontier) -> None:
         """The same for one table; nothing for one that the configuration does not name."""
         named = [options for options in self._options.tables if options.table_name == table]
-        self._refuse_replaced(named, durable)
-        for options in named:
-            self._positions(self._follow(options), durable)
+        with _as_source():
+            self._refuse_replaced(named, durable)
+            for options in named:
+                self._positions(self._follow(options), durable)
 
     def caught_up(self, frontier: Frontier) -> bool:
         """Whether all that was there at the first look lies before a frontier."""
@@ -333,11 +332,7 @@ class IcebergSource(Source):
                 continue
             if current[name].split(" ")[-2] == identity:
                 raise _called_otherwise(name, partition, current[name])
-            raise ProgressLost(
-                replaced(name).message,
-                detail="The table of this name is another one than the pipeline has read.",
-                hint=f"{_ANEW.capitalize()}.",
-            )
+            raise replaced(name)
 
     def _positions(self, each: _Followed, lower: Frontier) -> list[Position]:
         """All positions of a table that lie ahead and can be reached now."""
@@ -421,6 +416,8 @@ class IcebergSource(Source):
         end = after[2] if after[1] == _LOADING else len(files.sizes)
 
         def events(stage: Stage) -> DataFrame | None:
+            with _as_source():
+                history.at(self._options.branch, after[0])
             if after[1] == _FOLLOWING:
                 each.changelog.tell_shared(files.tasks, snapshot, stage)
             return each.changelog.load(files.part(start, end), snapshot, stage)
@@ -428,16 +425,19 @@ class IcebergSource(Source):
         return self._event_split(each, snapshot, events, sum(files.sizes[start:end]))
 
     def _change_split(self, each: _Followed, before: int, after: int) -> FrameSplit | None:
-        older, path = each.changelog.history.path(
-            self._options.branch, None if before == _BEFORE_ALL else before, after
-        )
+        def found() -> tuple[Snapshot | None, list[Snapshot]]:
+            start = None if before == _BEFORE_ALL else before
+            with _as_source():
+                return each.changelog.history.path(self._options.branch, start, after)
+
+        _, path = found()
         newest = path[-1]
-        path = [snapshot for snapshot in path if len(path) > 1 or not snapshot.keeps_rows]
-        if not path:
+        if len(path) == 1 and newest.keeps_rows:
             return None
 
         def events(stage: Stage) -> DataFrame | None:
-            return each.changelog.changes(older, path, stage)
+            # Looked up each time: files that cannot be read may belong to expired snapshots.
+            return each.changelog.changes(*found(), stage)
 
         return self._event_split(each, newest, events, 0)
 
@@ -459,6 +459,22 @@ class IcebergSource(Source):
             events,
             Stage(each.table, snapshot.schema_id),
         )
+
+
+@contextmanager
+def _as_source() -> Iterator[None]:
+    """Say what goes wrong with a table in the words of one who reads it."""
+    try:
+        yield
+    except TargetUnavailable as error:
+        # A catalog that does not answer is the source here.
+        raise SourceUnavailable(error.message, detail=error.detail, hint=error.hint) from error
+    except TableReplaced as error:
+        raise TableReplaced(
+            error.message,
+            detail="The table of this name is another one than the pipeline has read.",
+            hint=f"{_ANEW.capitalize()}.",
+        ) from error
 
 
 def _called_otherwise(name: str, before: str, now: str) -> ConfigInvalid:
