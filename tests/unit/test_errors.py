@@ -21,6 +21,7 @@ TREE = {
     "ConfigInvalid": ("NeedsOperator", 2),
     "HistoryLost": ("NeedsOperator", 3),
     "ProgressLost": ("NeedsOperator", 3),
+    "TableReplaced": ("ProgressLost", 3),
     "RolledBack": ("ProgressLost", 3),
     "FrontierLost": ("ProgressLost", 3),
     "SchemaRejected": ("NeedsOperator", 3),
