@@ -80,13 +80,14 @@ _MEANING = {
     "spark.sql.ansi.enabled": "true",
     "spark.sql.caseSensitive": "false",
     "spark.sql.session.timeZone": "UTC",
+    # The text that is parsed is the one that was written.
+    "spark.sql.variable.substitute": "false",
 }
-# Texts that Spark turns into a day or a moment of the clock, and literals with such a text
-# (`date'today'`), which the parser turns into one.
-_CLOCK_WORDS = re.compile(r"\s*(now|today|tomorrow|yesterday)\b", re.IGNORECASE)
-_CLOCK_LITERALS = re.compile(
-    r"\b(date|timestamp|timestamp_ntz|timestamp_ltz)\s*['\"]" + _CLOCK_WORDS.pattern, re.IGNORECASE
-)
+# Texts that Spark turns into a day or a moment of the clock. It skips control characters, too.
+_CLOCK_WORDS = re.compile(r"[\s\x00-\x1f\x7f-\x9f]*(now|today|tomorrow|yesterday)\b", re.IGNORECASE)
+# A literal such as `date'2020-01-01'`, without comments, prefixes and escapes.
+_TYPED_LITERAL = re.compile(r"""\w+\s*(['"])(?P<text>[^'"\\]*)\1""")
+_MOMENTS = ("date", "time")
 # What Spark calls the steps of a plan, and what a person wrote to get them; the most telling first.
 _FORBIDDEN = {
     "Window": "window functions",
@@ -355,6 +356,20 @@ class Selects:
         relation = _nodes(plan)[-1]
         if relation.multipartIdentifier().mkString(".").lower() != VIEW:
             raise _refused(table, f"reading from anything but `{VIEW}`")
+        self._refuse_unnamed(table, plan)
+
+    def _refuse_unnamed(self, table: str, plan: Any) -> None:
+        """Refuse what is not told by its name: columns that are read, and a day of the clock."""
+        for step in _nodes(plan):
+            for item in _items(step.expressions()):
+                for each in _inside(item):
+                    kind = _class(each)
+                    if kind.startswith("UnresolvedStar") and each is not item:
+                        raise _unnamed(table, "`*` within an expression")
+                    if "UnresolvedIdentifier" in kind:
+                        raise _unnamed(table, "`identifier`")
+                    if _is_clock_literal(each, self._texts[table]):
+                        raise _fickle(table)
 
     def _refuse_fickle(self, table: str, expression: Any) -> None:
         if contains(self.spark, expression, "PLAN_EXPRESSION"):
@@ -363,14 +378,8 @@ class Selects:
         nodes = list(_inside(expression))
         # Spark takes these for the same each time. The first begins with random bytes.
         fickle |= "AesEncrypt" in map(_class, nodes) or any(map(_tells_the_clock, nodes))
-        if fickle or _CLOCK_LITERALS.search(self._texts[table]):
-            raise ConfigInvalid(
-                f"the transform of table {table} gives something else each time",
-                detail="An epoch that is read again must give the same rows.",
-                hint="Leave out functions such as `now`, `rand`, `uuid`, `current_user` and "
-                "`aes_encrypt`, and days such as 'today'; `sha2` and `hash` give the same each "
-                "time.",
-            )
+        if fickle:
+            raise _fickle(table)
 
 
 def struct_name(place: int) -> str:
@@ -539,7 +548,7 @@ def _inside(expression: Any) -> Iterator[Any]:
 
 def _tells_the_clock(node: Any) -> bool:
     """Whether a constant text becomes a day or a moment, and which one the clock decides."""
-    if _class(node) != "Cast" or node.dataType().simpleString()[:4] not in ("date", "time"):
+    if _class(node) != "Cast" or node.dataType().simpleString()[:4] not in _MOMENTS:
         return False
     child = node.child()
     if not child.foldable() or child.dataType().simpleString() != "string":
@@ -552,6 +561,19 @@ def _tells_the_clock(node: Any) -> bool:
     return bool(_CLOCK_WORDS.match(text))
 
 
+def _is_clock_literal(node: Any, text: str) -> bool:
+    """Whether a literal such as `date'today'` is the clock's, or so written that none can tell.
+
+    The parser has made a day or a moment of it already: what was written stands in the text.
+    """
+    if _class(node) != "Literal" or node.dataType().simpleString()[:4] not in _MOMENTS:
+        return False
+    at = node.origin()
+    written = text[at.startIndex().get() : at.stopIndex().get() + 1]
+    plain = _TYPED_LITERAL.fullmatch(written)
+    return plain is None or _CLOCK_WORDS.match(plain["text"]) is not None
+
+
 def _class(node: Any) -> str:
     return str(node.getClass().getSimpleName())
 
@@ -561,6 +583,24 @@ def _refused(table: str, what: str) -> ConfigInvalid:
         f"the transform of table {table} does more than turn rows into rows",
         detail=f"It cannot have {what}.",
         hint=ALLOWED,
+    )
+
+
+def _unnamed(table: str, what: str) -> ConfigInvalid:
+    return ConfigInvalid(
+        f"the transform of table {table} does not say which columns it reads",
+        detail=f"It has {what}: that one of them was renamed at the source would go unnoticed.",
+        hint="Name the columns. A `*` may stand alone in the select list.",
+    )
+
+
+def _fickle(table: str) -> ConfigInvalid:
+    return ConfigInvalid(
+        f"the transform of table {table} gives something else each time",
+        detail="An epoch that is read again must give the same rows.",
+        hint="Leave out functions such as `now`, `rand`, `uuid`, `current_user` and "
+        "`aes_encrypt`, and days such as 'today'; `sha2` and `hash` give the same each "
+        "time. Write a day plainly, as in `date'2020-01-01'`.",
     )
 
 
