@@ -122,12 +122,14 @@ class Reads:
 
     A column that `*` stands for is read and not named. A row without a column that is named must
     not pass. With `beginning` the table takes its first epoch: there, rows may be older than a
-    column.
+    column. Columns that are read and do not pass as they are, are `hidden`: the table cannot tell
+    their values.
     """
 
     columns: frozenset[str]
     named: frozenset[str]
     beginning: bool = False
+    hidden: frozenset[str] = frozenset()
 
 
 class SchemaGap(Exception):

@@ -172,8 +172,11 @@ class TransformedSink:
                 "transform reads",
                 detail="Large values that an update did not touch are not sent, and the table "
                 "holds only what the transform made of them.",
-                hint=f"Run ALTER TABLE {table} REPLICA IDENTITY FULL in PostgreSQL, or let the "
-                "column pass as it is.",
+                hint=f"Run ALTER TABLE {table} REPLICA IDENTITY FULL in PostgreSQL: changes that "
+                "come then are whole. For those that are in the log already: run once without the "
+                "table in `tables`, then add it again: it is emptied and copied anew. If it is the "
+                "pipeline's only table, drop its Iceberg table and the replication slot instead, "
+                "and start again.",
             )
         asked = keys.rename_columns([names[name] for name in keys.column_names])
         found = self._inner.stored(table, asked, [names[name] for name in columns], before)
@@ -242,6 +245,7 @@ class TransformedSink:
             columns=derived.used,
             named=derived.named,
             beginning=epoch.number <= self._first[table],
+            hidden=derived.used.difference(derived.names()),
         )
 
     def _remember(self, table: str) -> None:

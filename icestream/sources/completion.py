@@ -74,7 +74,7 @@ class Completion:
     def completed(self, stored: pa.Table, fetch: Fetch | None = None) -> Completed:
         """The changes with values out of the rows that were asked for.
 
-        What these do not have is fetched, where that can be done.
+        What these do not have, or no column of, is fetched, where that can be done.
         """
         place = np.full(self._table.num_rows, -1, dtype=np.int64)
         place[self._ask] = places_of(self.keys(), stored, self._key)
@@ -85,10 +85,12 @@ class Completion:
         for name, found in indices.items():
             own = _array(self._table, name)
             rows = [part for part in (stored, fetched) if part is not None and part.num_rows]
-            parts = [own, *(_array(part, name).cast(own.type) for part in rows)]
+            told = [_array(part, name) for part in rows if name in part.column_names]
+            parts = [own, *(values.cast(own.type) for values in told)]
             if fetched is not None:
                 there = lost[name] & (elsewhere >= 0)
-                found = np.where(there, len(own) + len(stored) + elsewhere, found)
+                first = sum(map(len, parts)) - len(fetched)
+                found = np.where(there, first + elsewhere, found)
                 lost[name] &= ~there
             columns[name] = pa.concat_arrays(parts).take(pa.array(found, mask=found < 0))
         return Completed(table=pa.table(columns), lost=lost)
@@ -105,7 +107,7 @@ class Completion:
         known = _valid(self._table, name) & kept
         found = np.where((before >= 0) & known[before], before, -1)
         at = place[root]
-        if stored.num_rows:
+        if stored.num_rows and name in stored.column_names:
             there = (before < 0) & (at >= 0) & _valid(stored, name)[at]
             found = np.where(there, len(own) + at, found)
         return np.where(absent, found, own)

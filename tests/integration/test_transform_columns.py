@@ -137,6 +137,31 @@ def test_changes_that_are_older_than_a_column_have_null_in_it(world: World):
     assert world.lake_rows("person", "id, name, twice") == sorted(map(tuple, there), key=repr)
 
 
+def test_a_value_that_only_a_select_has_seen_stops_with_a_way_out(world: World):
+    """E11, P8, Mend k2: whole rows from here on, and the table copied anew for what came before."""
+    world.sql(
+        "create table person (id int primary key, name text, doc text, region text)",
+        "alter table person alter column doc set storage external",
+        "insert into person select g, 'n' || g, repeat('d', 4000 + g), "
+        "case when g > 4 then 'us' else 'eu' end from generate_series(1, 6) g",
+        "create table other (id int primary key)",
+    )
+    options = told("select id, name, length(doc) as size from changes where region = 'eu'")
+    world.run([PERSON, OTHER], **options)
+    world.sql("update person set name = 'x' where id in (1, 6)")
+    with pytest.raises(SchemaRejected, match="leave out values of column doc") as caught:
+        world.run([PERSON, OTHER], **options)
+    for step in ("REPLICA IDENTITY FULL", "once without the table in `tables`", "copied anew"):
+        assert step in str(caught.value.hint)
+    world.sql("alter table person replica identity full", "insert into other values (1)")
+    world.run([OTHER])
+    world.run([PERSON, OTHER], **options)
+    world.sql("update person set name = 'y' where id in (2, 5)")
+    world.run([PERSON, OTHER], **options)
+    there = world.sql("select id, name, length(doc) from person where region = 'eu'")
+    assert world.lake_rows("person", "id, name, size") == sorted(map(tuple, there), key=repr)
+
+
 def test_values_that_a_select_does_not_read_are_not_asked_for(world: World):
     """E11, P8, Mend h3: one job for the epoch, and nobody looks into the source's table."""
     world.sql(

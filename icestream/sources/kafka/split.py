@@ -25,7 +25,7 @@ from icestream.sources.kafka.changes import TableRows, not_stored, ordered, repl
 from icestream.sources.kafka.consumer import Range, read_range
 from icestream.sources.kafka.envelope import WHOLE_ROWS, ValueOptions
 from icestream.sources.kafka.formats import decoded
-from icestream.sources.kafka.held_back import Held, HeldBack
+from icestream.sources.kafka.held_back import Held, HeldBack, Opened
 from icestream.sources.kafka.registry import RegistryOptions
 from icestream.sources.kafka.route import Route
 from icestream.sources.kafka.rows import Decoded, Indices, Mask, Records, Rows
@@ -431,10 +431,14 @@ class TableChanges:
         """
         held = {table: back.opened() for table, back in self._held.items() if back}
         needs = [
-            Need(table=table, keys=each.completion.keys(), columns=each.completion.columns())
+            Need(table=table, keys=each.completion.keys(), columns=self._stored_as_is(table, each))
             for table, each in held.items()
         ]
-        unanswered = [need for need in needs if need.keys.num_rows and not self._answers(need)]
+        unanswered = [
+            need
+            for need in needs
+            if need.columns and need.keys.num_rows and not self._answers(need)
+        ]
         if unanswered:
             raise ValuesNeeded(*unanswered)
         for need in needs:
@@ -446,6 +450,12 @@ class TableChanges:
                     where, records = filled.held.where, filled.held.records
                     yield from self._letters(need.table, where, records, _reasons(filled.lost))
                 yield need.table, filled.changes.filter(pa.array(~lost))
+
+    def _stored_as_is(self, table: str, held: Opened) -> list[str]:
+        """The columns whose values are wanted and that the destination may have."""
+        reads = self._targets.reads(table)
+        hidden = reads.hidden if reads else ()
+        return [name for name in held.completion.columns() if name not in hidden]
 
     def _answers(self, need: Need) -> bool:
         """Whether the rows that a need asks for were looked up, as far as they can be."""
