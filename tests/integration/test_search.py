@@ -691,6 +691,9 @@ def test_a_table_that_was_made_anew_is_not_loaded_over_the_old_ones_documents(
     file = shell.write(search.document())
     for command in (("check", file), ("run", "--once", file)):
         assert_refused(shell(*command), EXIT_OPERATOR, *said)
+    status = shell("status", file)
+    assert (status.code, status.out.endswith("  lost\n")) == (EXIT_OPERATOR, True)
+    assert all(each in status.err for each in said)
     assert search.progress() == {}
     search.ask("DELETE", f"/{TABLE}")
     search.run()

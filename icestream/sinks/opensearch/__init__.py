@@ -208,11 +208,9 @@ class OpenSearchSink:
     def status(self, tables: Sequence[str]) -> list[dict[str, object]]:
         """What is durable, a row for each table, and the error that its index stops a run with.
 
-        Nothing is claimed.
+        Nothing is claimed. Of a pipeline without progress only the tables that would stop it.
         """
         head = self._document.read()
-        if head.sequence is None:
-            return []
         progress = head.progress
         found = self._document.look([index.name for index in head.indices.values()])
         rows: list[dict[str, object]] = []
@@ -221,8 +219,12 @@ class OpenSearchSink:
             try:
                 if index:
                     self._document.refuse_other_than(table, index, found.get(index.name))
+                else:
+                    self._found(table, self._owner(table), None)
             except NeedsOperator as error:
                 trouble = error
+            if head.sequence is None and trouble is None:
+                continue
             rows.append(
                 {
                     "pipeline": self._pipeline,
