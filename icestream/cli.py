@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from icestream import spark as sessions
 from icestream.config import (
@@ -47,6 +47,7 @@ from icestream.worker import events_as_json
 
 log = logging.getLogger(__name__)
 
+Answer = TypeVar("Answer")
 EXIT_BROKEN = 5
 # As shells count: 128 and the signal's number.
 EXIT_SIGNAL = 128
@@ -249,19 +250,27 @@ def _stop_on_signals(pipelines: Sequence[Pipeline]) -> list[int]:
 def _check(options: argparse.Namespace) -> int:
     config = load(options.file)
     chosen = config.pick(options.pipeline)
-    found, faults = [], []
     spark = open_session(config, chosen)
     try:
-        for pipeline in chosen:
-            try:
-                found.append(_check_one(pipeline, spark))
-            except IcestreamError as error:
-                faults.append(error)
-                _show_error(error, options.json, pipeline.name)
+        found, faults = _answers(chosen, lambda each: _check_one(each, spark), options.json)
     finally:
         spark.stop()
     _print(found, options.json, lambda row: f"{row['pipeline']}: ok, tables {row['tables']}")
     return max((error.exit_code for error in faults), default=0)
+
+
+def _answers(
+    chosen: Sequence[PipelineConfig], ask: Callable[[PipelineConfig], Answer], as_json: bool
+) -> tuple[list[Answer], list[IcestreamError]]:
+    """What the pipelines answer. One that cannot is told of and does not keep the others."""
+    found, faults = [], []
+    for pipeline in chosen:
+        try:
+            found.append(ask(pipeline))
+        except IcestreamError as error:
+            faults.append(error)
+            _show_error(error, as_json, pipeline.name)
+    return found, faults
 
 
 def _check_one(pipeline: PipelineConfig, spark: Any) -> dict[str, Any]:
@@ -282,9 +291,10 @@ def _status(options: argparse.Namespace) -> int:
     chosen = config.pick(options.pipeline)
     spark = open_session(config, chosen)
     try:
-        rows = [row for pipeline in chosen for row in pipeline_status(pipeline, spark)]
+        found, faults = _answers(chosen, lambda each: pipeline_status(each, spark), options.json)
     finally:
         spark.stop()
+    rows = [row for answer in found for row in answer]
     troubles = []
     for row in rows:
         if row["trouble"] is not None:
@@ -294,7 +304,7 @@ def _status(options: argparse.Namespace) -> int:
     _print(rows, options.json, _status_line)
     # What is away may be back before the next run: nothing is wrong with what is durable.
     lasting = [error for error in troubles if not isinstance(error, Retryable)]
-    return max((error.exit_code for error in lasting), default=0)
+    return max((error.exit_code for error in [*lasting, *faults]), default=0)
 
 
 def _status_line(row: dict[str, Any]) -> str:

@@ -10,7 +10,7 @@ import pytest
 
 from icestream import cli
 from icestream.cli import _run_all, main
-from icestream.errors import HistoryLost, IcestreamError, SourceUnavailable
+from icestream.errors import HistoryLost, IcestreamError, SourceUnavailable, TargetUnavailable
 
 
 @pytest.fixture(autouse=True)
@@ -139,6 +139,34 @@ def test_check_goes_on_after_a_faulty_pipeline_and_lists_all_faults(tmp_path, ca
         ("two", "is lost"),
     ]
     assert main(["check", str(path), "--pipeline", "three"]) == 0
+
+
+def test_status_shows_other_pipelines_when_one_cannot_be_asked(tmp_path, capsys, monkeypatch):
+    """U2, E13, Mend f1: its index or catalog may be away."""
+    path = tmp_path / "pipelines.yaml"
+    path.write_text("".join(SPARED.format(name=name) for name in ("one", "two")))
+    row = {
+        "pipeline": "two",
+        "table": "t",
+        "epoch": 1,
+        "position": "5",
+        "snapshot_id": 7,
+        "committed_at": "now",
+        "state": "ok",
+        "trouble": None,
+    }
+
+    def told(pipeline, spark):
+        if pipeline.name == "one":
+            raise TargetUnavailable("is away")
+        return [row]
+
+    monkeypatch.setattr(cli, "pipeline_status", told)  # no server is asked
+    monkeypatch.setattr(cli, "open_session", lambda *_: NoSession())  # Spark takes seconds
+    assert main(["status", str(path)]) == TargetUnavailable.exit_code
+    output = capsys.readouterr()
+    assert output.out.startswith("two  t  epoch 1  at 5  snapshot 7")
+    assert output.err == "icestream: pipeline one: is away\n"
 
 
 @pytest.mark.parametrize("command", ["check", "status", "replay", "changes", "rollback", "run"])
