@@ -1,11 +1,12 @@
 """What the integration tests share beside the servers: embedded catalogs and the command line."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from pyspark.sql import SparkSession
 
+from icestream import failpoints
 from icestream.samples.postgres import EmbeddedPostgres
 from tests.integration.pipelines import Shell, embedded_catalog, give_up_soon
 from tests.integration.postgres_world import World, free_name
@@ -79,3 +80,15 @@ def topics(
 ) -> Topics:
     """Topics of the test's own, and a lake."""
     return Topics(broker, tmp_path.name, spark, embedded)
+
+
+@pytest.fixture
+def fail(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Arms a failpoint, or none with an empty text."""
+
+    def arm(text: str) -> None:
+        # Passes are counted in the process, and another run may have passed already.
+        monkeypatch.setattr(failpoints, "_passes", {})
+        monkeypatch.setenv("ICESTREAM_FAILPOINTS", text)  # what the test asks for
+
+    return arm

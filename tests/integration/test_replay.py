@@ -10,6 +10,7 @@ from confluent_kafka.admin import AdminClient
 
 from icestream.config import open_sink, parse
 from icestream.errors import ConfigInvalid, HistoryLost, SchemaRejected
+from icestream.failpoints import FailpointError
 from icestream.iceberg.catalog import OWNER_PROPERTY
 from icestream.sources import LettersTried
 from tests.integration.pipelines import Document, Shell, assert_refused
@@ -488,8 +489,8 @@ def test_letters_of_a_table_with_a_select_are_taken_by_a_type_that_is_declared(t
         topics.pipeline(declared).replay()
     assert "Rename the table's column" in str(caught.value.hint)
     table = topics.lake.table(f"{NAMESPACE}.orders")
+    # The new column is added by the first epoch that has it.
     topics.lake.sql(f"ALTER TABLE {table} RENAME COLUMN v TO v_old")
-    topics.lake.sql(f"ALTER TABLE {table} ADD COLUMN v STRING")
     [tried] = topics.pipeline(declared).replay()
     assert (tried.read, tried.taken) == (3, 3)
     wanted = {8: ("L8", "bad"), 10: ("N10", None), 13: ("L13", "bad")}
@@ -502,3 +503,28 @@ def test_letters_of_a_table_with_a_select_are_taken_by_a_type_that_is_declared(t
     wanted |= {1: ("N1", "1"), 2: ("N2", "text")}
     assert {r["id"]: (r["name"], r["v"]) for r in topics.rows("orders")} == wanted
     assert topics.rows(LETTERS) == []
+
+
+def test_a_type_that_is_declared_in_the_middle_of_an_epoch_counts_for_the_next(topics, fail):
+    """E3, I17, Mend k1: else a record would be neither a row nor a letter."""
+    name = topics.create("orders")
+    source = {"topics": ["orders"], **DEBEZIUM}
+    top = {"on_error": "dead_letter", "transform": {name: "select id, v from changes where id < 9"}}
+    topics.send("orders", [created(1, v=1), created(2, v=2)])
+    topics.run(topics.document(source, **top))
+    topics.send("orders", [updated(1, v="late"), updated(2, v=3)])
+    # The table has the epoch then, and its letters do not.
+    fail("after-publish=error@1")
+    with pytest.raises(FailpointError):
+        topics.run(topics.document(source, **top))
+    fail("")
+    assert {row["id"]: row["v"] for row in topics.rows("orders")} == {1: 1, 2: 3}
+    table = topics.lake.table(f"{NAMESPACE}.orders")
+    topics.lake.sql(f"ALTER TABLE {table} RENAME COLUMN v TO v_old")
+    topics.lake.sql(f"ALTER TABLE {table} ADD COLUMN v STRING")
+    declared = topics.document({**source, "columns": {name: {"v": "string"}}}, **top)
+    topics.run(declared)
+    assert len(topics.rows(LETTERS)) == 1
+    [tried] = topics.pipeline(declared).replay()
+    assert (tried.read, tried.taken) == (1, 1)
+    assert {row["id"]: row["v"] for row in topics.rows("orders")} == {1: "late", 2: None}

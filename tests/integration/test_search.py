@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from icestream import failpoints, patience, pipeline
+from icestream import patience, pipeline
 from icestream.change import AT, OP, Op
 from icestream.config import load, open_pipeline, open_source
 from icestream.errors import (
@@ -113,18 +113,6 @@ def search(local: Lake, embedded: dict[str, str], node: OpenSearch) -> Search:
     found.ask("DELETE", "/_index_template/*")
     local.sql(f"CREATE NAMESPACE {local.name}.shop")
     return found
-
-
-@pytest.fixture
-def fail(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Arms a failpoint, or none with an empty text."""
-
-    def arm(text: str) -> None:
-        # Passes are counted in the process, and another run may have passed already.
-        monkeypatch.setattr(failpoints, "_passes", {})
-        monkeypatch.setenv("ICESTREAM_FAILPOINTS", text)
-
-    return arm
 
 
 def change_in_every_way(search: Search) -> Iterator[str]:
