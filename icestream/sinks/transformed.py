@@ -6,8 +6,7 @@
 The table cannot say what the source's columns are: some are derived, some left out. So the source's
 columns are remembered in a property of the table, which plays the part that the schema plays for
 tables that are not transformed: changes are read with it, it grows with the source, and a restart
-finds it as it was. Who alters such a schema gives a column another type; here a type that is
-declared for a column does, which counts over the one that is remembered.
+finds it as it was. A type that the pipeline file declares for a column replaces the remembered one.
 """
 
 import json
@@ -18,7 +17,7 @@ import pyarrow as pa
 from pyiceberg.types import IcebergType
 
 from icestream.epoch import Epoch, Progress
-from icestream.errors import ConfigInvalid, SchemaRejected, check
+from icestream.errors import ConfigInvalid, check
 from icestream.frontier import Frontier
 from icestream.schema import (
     Column,
@@ -158,26 +157,14 @@ class TransformedSink:
     def stored(
         self, table: str, keys: pa.Table, columns: Sequence[str], before: Frontier | None = None
     ) -> pa.Table:
-        """The rows under the source's keys, with columns that the select reads.
+        """The rows under the source's keys, with columns that the table holds as the source does.
 
-        Raises `SchemaRejected` for columns that the table does not hold as the source has them.
+        Others are `Reads.hidden`, and sources do not ask for them.
         """
         if table not in self._selects:
             return self._inner.stored(table, keys, columns, before)
         names = self._derived[table].names()
-        hidden = sorted(set(columns).difference(names))
-        if hidden:
-            raise SchemaRejected(
-                f"changes of table {table} leave out values of column {hidden[0]}, which its "
-                "transform reads",
-                detail="Large values that an update did not touch are not sent, and the table "
-                "holds only what the transform made of them.",
-                hint=f"Run ALTER TABLE {table} REPLICA IDENTITY FULL in PostgreSQL: changes that "
-                "come then are whole. For those that are in the log already: run once without the "
-                "table in `tables`, then add it again: it is emptied and copied anew. If it is the "
-                "pipeline's only table, drop its Iceberg table and the replication slot instead, "
-                "and start again.",
-            )
+        check(names.keys() >= set(columns), "no source asks for values that a select hides")
         asked = keys.rename_columns([names[name] for name in keys.column_names])
         found = self._inner.stored(table, asked, [names[name] for name in columns], before)
         wanted = [*keys.column_names, *columns]

@@ -7,7 +7,7 @@ destination. The obvious shortcut, a null, would destroy the value.
 """
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -152,7 +152,7 @@ class WalSplit(TableSplit):
             pieces = [piece.only(piece.ops == Op.INSERT) for piece in pieces]
         if any(piece.unsent for piece in pieces):
             whole = _joined(pieces)
-            yield _completed(whole, self, key, arrow)
+            yield _completed(whole, self, key, arrow, reads.hidden if reads else frozenset())
             return
         for piece in pieces:
             yield piece.table
@@ -407,14 +407,31 @@ def _joined(pieces: Sequence[_Piece]) -> _Piece:
     )
 
 
-def _completed(piece: _Piece, split: "WalSplit", key: Sequence[str], arrow: pa.Schema) -> pa.Table:
+def _completed(
+    piece: _Piece,
+    split: "WalSplit",
+    key: Sequence[str],
+    arrow: pa.Schema,
+    hidden: Collection[str],
+) -> pa.Table:
     """Put in the values that were left out; a change whose row is nowhere any more is dropped.
 
-    Raises `ValuesNeeded` when the destination was not asked yet.
+    Raises `ValuesNeeded` when the destination was not asked yet, and `SchemaRejected` for values of
+    columns that are `hidden` from it.
     """
     open_changes = Completion(piece.table, key, piece.unsent, piece.moved_in)
-    columns = open_changes.columns()
-    stored = split.stored_rows(open_changes.keys(), columns)
+    columns, keys = open_changes.columns(), open_changes.keys()
+    lacking = sorted(set(columns).intersection(hidden))
+    if lacking and keys.num_rows:
+        raise SchemaRejected(
+            f"changes of table {split.table} leave out values of column {lacking[0]}, which its "
+            "transform reads",
+            detail="Large values that an update did not touch are not sent, and the table holds "
+            "only what the transform made of them.",
+            hint=f"Run ALTER TABLE {split.table} REPLICA IDENTITY FULL in PostgreSQL: changes that "
+            f"come then are whole. For those that are in the log already: {COPY_TABLE_ANEW}",
+        )
+    stored = split.stored_rows(keys, columns)
     found = open_changes.completed(stored, lambda keys: split.fetched_rows(keys, columns, arrow))
     nowhere = np.logical_or.reduce([*found.lost.values()])
     return found.table.filter(pa.array(~nowhere))
