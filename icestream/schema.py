@@ -122,8 +122,8 @@ class Reads:
 
     A column that `*` stands for is read and not named. A row without a column that is named must
     not pass. With `beginning` the table takes its first epoch: there, rows may be older than a
-    column. Columns that are read and do not pass as they are, are `hidden`: the table cannot tell
-    their values.
+    column. `hidden` columns are read by an expression, and the table does not hold them as they
+    are: their values cannot be looked up there.
     """
 
     columns: frozenset[str]

@@ -74,7 +74,7 @@ class Completion:
     def completed(self, stored: pa.Table, fetch: Fetch | None = None) -> Completed:
         """The changes with values out of the rows that were asked for.
 
-        What these do not have, or no column of, is fetched, where that can be done.
+        A value that `stored` lacks is fetched, where that can be done. `stored` may lack columns.
         """
         place = np.full(self._table.num_rows, -1, dtype=np.int64)
         place[self._ask] = places_of(self.keys(), stored, self._key)

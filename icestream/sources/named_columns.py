@@ -106,8 +106,8 @@ class NamedColumns:
     ) -> None:
         """Refuse rows without a named column; `present` tells which rows have a column.
 
-        `rows` are those that count. `orders` tell which rows came later, by what they are true of,
-        such as a partition.
+        `rows` are those that count. `orders` has a place for each row, by the name of what the
+        places are comparable in, such as a partition: the greater place is the later row.
         """
         for name in self._wanted if rows.any() else ():
             without = rows & ~present[name] if name in present else rows

@@ -453,9 +453,9 @@ class IcebergSink:
         )
 
     def decided(self, epoch: Epoch, tables: Sequence[str]) -> Collection[str]:
-        """Of the tables those that took the epoch before a restart, and whose letters did not.
+        """The tables that have this epoch already, while their dead letters lack it.
 
-        Which records are letters is decided there.
+        Which records are letters was decided when the table took it, and must not change.
         """
         return self._lacking_letters(epoch, tables).keys()
 

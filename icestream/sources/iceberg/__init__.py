@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 _LOADING, _FOLLOWING = 0, 1
 # Where a table without any snapshot stands: all that it will ever have are changes.
 _BEFORE_ALL = -1
-# No snapshot counts for less in a group: a thousand of them take long, be their files tiny.
+# A snapshot counts for at least this much in a group: planning takes time for each, however small.
 _SNAPSHOT_BYTES_MIN = 64 * 1024
 _MILLISECONDS = 1000.0
 _ANEW = "remove the pipeline's progress and what it has written, so that the table is loaded anew"
@@ -362,7 +362,7 @@ class IcebergSource(Source):
         return [*loading, *_aimed(number, rest, newer, self._steps)]
 
     def _steps(self, ahead: Sequence[Snapshot]) -> list[Sequence[Snapshot]]:
-        """The snapshots that are ahead, those together that are taken in one step."""
+        """The snapshots that are ahead, in the groups that are taken in one step each."""
         if self._options.net_changes:
             return [ahead] if ahead else []
         return _grouped(ahead, self._options.group_bytes)
