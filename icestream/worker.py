@@ -294,11 +294,13 @@ def events_as_json(events: DataFrame) -> Iterator[dict[str, Any]]:
 def _documents(events: DataFrame, version: int) -> DataFrame:
     """Events as what a writer of documents takes: operation, version, id and the row as JSON."""
     deleted = F.col(changelog.ACTION) == changelog.DELETE
+    added = F.col(changelog.OPERATION) == changelog.INSERT
+    op = F.when(deleted, int(Op.DELETE)).when(added, int(Op.INSERT)).otherwise(int(Op.UPSERT))
     row = F.col(changelog.ROW)
     kind = events.schema[changelog.ROW].dataType
     text = F.to_json(row.cast(_exact_in_json(kind)), _JSON_FORMATS)
     return events.select(
-        F.when(deleted, int(Op.DELETE)).otherwise(int(Op.UPSERT)).cast("tinyint").alias("op"),
+        op.cast("tinyint").alias("op"),
         F.lit(version).cast("long").alias("at"),
         F.col(changelog.DOCUMENT_ID).alias("id"),
         F.when(~deleted, text).alias("document"),

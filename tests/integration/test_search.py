@@ -528,6 +528,46 @@ def test_rows_that_share_an_identifier_have_a_document_until_the_last_is_gone(
     assert "shared their identifiers" in caplog.text
 
 
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_refused_row_does_not_take_the_document_of_a_row_that_shares_its_identifier(
+    search: Search, apart: bool
+) -> None:
+    """O8, E10, Mend g1: in a load and in a step; the refused one is a letter."""
+    own = {"mappings": {"properties": {"name": {"type": "long"}}}}
+    body = {"index_patterns": ["shop.*"], "priority": 1, "template": own}
+    search.ask("PUT", "/_index_template/own", body)
+    search.sink["on_error"] = "dead_letter"
+    search.create(mode="merge-on-read")
+    search.insert(1, 2, name="7")
+    if apart:
+        search.run()
+    # The row that is refused comes last: files are loaded in the order of their commits.
+    search.insert(1, name="refused")
+    search.run()
+    documents = search.documents()
+    assert {id_: documents[id_]["name"] for id_ in documents} == {"1": "7", "2": "7"}
+    (letter,) = search.documents(f"{TABLE}__dead_letters").values()
+    assert letter["document_id"] == "1"
+
+
+def test_a_load_that_is_tried_again_looks_once_for_shared_identifiers(
+    search: Search, proxy: Proxy, caplog: pytest.LogCaptureFixture
+) -> None:
+    """O8, E13, Mend g1: it reads the identifiers of the whole table."""
+    search.create()
+    search.insert(1, 1)
+    search.url = proxy.url
+    refused = proxy.on("POST", "_bulk", times=None).refuse(503)
+    loading = search.pipeline()
+    with running(loading):
+        wait_for_state(loading, "stalled", "")
+        tried = proxy.count("POST", "_bulk")
+        wait_for(lambda: proxy.count("POST", "_bulk") > 2 * tried)
+        refused.remove()
+        wait_for(lambda: len(search.documents()) == 1)
+    assert caplog.text.count("are on several rows") == 1
+
+
 def load_anew(search: Search) -> None:
     """The way out of most trouble: without progress and index the table is loaded again."""
     search.ask("DELETE", f"/icestream-progress/_doc/{PIPELINE}")

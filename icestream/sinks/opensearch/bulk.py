@@ -10,8 +10,10 @@ the same change again is accepted and changes nothing, an older one is answered 
 counted as superseded. So a task may run twice, or long after a newer run has taken over. A run that
 no newer one has fenced never meets a conflict, unless a stranger writes there: its commit refuses.
 
-A dead letter takes its document out of the index: what stood there before is no longer true. The
-letter is kept first, and the delete has the version of the change; so a second time does the same.
+The dead letter of an update takes its document out of the index: what stood there before is no
+longer true. The letter is kept first, and the delete has the version of the change; so a second
+time does the same. The dead letter of an insert leaves the index alone: a document that is there
+is of another row with the same identifier, and that row lives.
 
 The obvious wrong way is to send documents without versions and let the last one win: a task that
 was given up and wakes up later would bring old documents back.
@@ -344,9 +346,10 @@ class _Sending:
         self._insist(dead_letters(self._index), pa.array(letters, _TEXT), "keep dead letters in")
 
     def _take_out(self, failures: Sequence[Failure]) -> None:
-        """Delete the documents whose changes became dead letters: they show what was before."""
+        """Delete the documents whose updates became dead letters: they show what was before."""
         rows = np.array([one.row for one in failures], np.int64)
-        ids = self._changes.column(ID)
+        ids, added = self._changes.column(ID), pc.equal(self._changes.column(OP), int(Op.INSERT))
+        rows = rows[~added.to_numpy(zero_copy_only=False)[rows]]
         named = _legal_ids(ids) & pc.is_valid(ids).to_numpy(zero_copy_only=False)
         rows = rows[named[rows]]
         changes = self._changes.take(pa.array(rows))

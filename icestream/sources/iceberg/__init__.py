@@ -199,6 +199,7 @@ class IcebergSource(Source):
         self._shapes: dict[str, TableShape] = {}
         self._heads: dict[str, Position] = {}
         self._times: dict[tuple[str, int], int] = {}
+        self._looked_for_shared: set[str] = set()
         self._bars: dict[str, tuple[tqdm, Sequence[int]]] = {}
 
     def tables(self) -> Sequence[str]:
@@ -418,8 +419,9 @@ class IcebergSource(Source):
         def events(stage: Stage) -> DataFrame | None:
             with _as_source():
                 history.at(self._options.branch, after[0])
-            if after[1] == _FOLLOWING:
+            if after[1] == _FOLLOWING and each.name not in self._looked_for_shared:
                 each.changelog.tell_shared(files.tasks, snapshot, stage)
+                self._looked_for_shared.add(each.name)
             return each.changelog.load(files.part(start, end), snapshot, stage)
 
         return self._event_split(each, snapshot, events, sum(files.sizes[start:end]))
