@@ -60,7 +60,8 @@ def bits(value: Any) -> Any:
     if isinstance(value, float):
         return struct.pack("d", value)
     if isinstance(value, dict):
-        return tuple((name, bits(item)) for name, item in value.items())
+        # A struct has its members by name; the order in which they are listed means nothing.
+        return tuple((name, bits(item)) for name, item in sorted(value.items()))
     if isinstance(value, list | tuple):
         return tuple(map(bits, value))
     return (type(value), value)
