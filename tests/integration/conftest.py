@@ -87,8 +87,7 @@ def fail(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Arms a failpoint, or none with an empty text."""
 
     def arm(text: str) -> None:
-        # Passes are counted in the process, and another run may have passed already.
-        monkeypatch.setattr(failpoints, "_passes", {})
+        monkeypatch.setattr(failpoints, "_passes", {})  # an earlier run in this process has passed
         monkeypatch.setenv("ICESTREAM_FAILPOINTS", text)  # what the test asks for
 
     return arm
