@@ -45,7 +45,7 @@ from icestream.schema import (
     NAME_MAPPING,
     Change,
     Column,
-    Step,
+    SchemaStep,
     column_schema,
     evolution,
     refuse_doubles,
@@ -673,7 +673,7 @@ class Table:
             if self.properties().get(name) != value:
                 self._table.updateProperties().set(name, value).commit()
 
-    def _steps(self, columns: Sequence[Column], key: Sequence[str]) -> list[Step]:
+    def _steps(self, columns: Sequence[Column], key: Sequence[str]) -> list[SchemaStep]:
         schema = schema_from_json(self.schema_json())
         mapping = self.properties().get(NAME_MAPPING)
         refuse_doubles(schema, mapping, columns, str(self.name))
@@ -704,7 +704,7 @@ class Table:
                 hint="Change the table's schema so that it takes them.",
             ) from error
 
-    def _with_steps(self, steps: Sequence[Step], update: Any) -> Any:
+    def _with_steps(self, steps: Sequence[SchemaStep], update: Any) -> Any:
         parser, schema = self._jvm.org.apache.iceberg.SchemaParser, self._table.schema()
         for step in steps:
             # Names are asked by id, for the source may have others.
