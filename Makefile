@@ -8,7 +8,7 @@ BUDGET ?= 5
 KILLS ?= 10
 SEED ?=
 
-.PHONY: help setup lock check fix test test-unit test-servers test-faults sim bench docs demo servers clean
+.PHONY: help setup lock check fix test test-long test-unit test-servers test-faults sim bench docs demo servers clean
 
 help: ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -39,7 +39,10 @@ fix: setup ## format and mend what can be mended
 	$(BIN)/ruff check --fix .
 
 test: check ## everything a change must pass, set-up included
-	$(PYTEST) -q -n 2 --dist loadfile tests/unit tests/property tests/integration tests/faults
+	$(PYTEST) -q -n 2 --dist loadfile -m "not long" tests/unit tests/property tests/integration tests/faults
+
+test-long: setup ## kills of real processes at every place, and whatever else takes long
+	$(PYTEST) -q -m long tests
 
 test-unit: setup ## unit and property tests, no server
 	$(PYTEST) -q tests/unit tests/property
