@@ -176,8 +176,8 @@ def _shared_options(log_level: str) -> argparse.ArgumentParser:
 
 
 def _run(options: argparse.Namespace) -> int:
-    config = load(options.file)
-    chosen = config.pick(options.pipeline)
+    config = load(options.file, options.pipeline)
+    chosen = config.pipelines
     spark = open_session(config, chosen)
     try:
         pipelines = [open_pipeline(pipeline, spark) for pipeline in chosen]
@@ -248,8 +248,8 @@ def _stop_on_signals(pipelines: Sequence[Pipeline]) -> list[int]:
 
 
 def _check(options: argparse.Namespace) -> int:
-    config = load(options.file)
-    chosen = config.pick(options.pipeline)
+    config = load(options.file, options.pipeline)
+    chosen = config.pipelines
     spark = open_session(config, chosen)
     try:
         found, faults = _answers(chosen, lambda each: _check_one(each, spark), options.json)
@@ -287,8 +287,8 @@ def _check_one(pipeline: PipelineConfig, spark: Any) -> dict[str, Any]:
 
 
 def _status(options: argparse.Namespace) -> int:
-    config = load(options.file)
-    chosen = config.pick(options.pipeline)
+    config = load(options.file, options.pipeline)
+    chosen = config.pipelines
     spark = open_session(config, chosen)
     try:
         found, faults = _answers(chosen, lambda each: pipeline_status(each, spark), options.json)
@@ -317,8 +317,8 @@ def _status_line(row: dict[str, Any]) -> str:
 
 
 def _rollback(options: argparse.Namespace) -> int:
-    config = load(options.file)
-    chosen = _only_one(config, options.pipeline)
+    config = load(options.file, options.pipeline)
+    chosen = _only_one(config)
     spark = open_session(config, chosen)
     try:
         sink = open_sink(chosen[0], spark)
@@ -338,17 +338,16 @@ def _rollback(options: argparse.Namespace) -> int:
     return 0
 
 
-def _only_one(config: Config, names: Sequence[str]) -> Sequence[PipelineConfig]:
+def _only_one(config: Config) -> Sequence[PipelineConfig]:
     """The pipeline that is meant, alone in a list."""
-    chosen = config.pick(names)
-    if len(chosen) != 1:
+    if len(config.pipelines) != 1:
         raise ConfigInvalid("the file has several pipelines", hint="Name one with --pipeline.")
-    return chosen
+    return config.pipelines
 
 
 def _replay(options: argparse.Namespace) -> int:
-    config = load(options.file)
-    chosen = _only_one(config, options.pipeline)
+    config = load(options.file, options.pipeline)
+    chosen = _only_one(config)
     if not isinstance(chosen[0].source, KafkaOptions) or chosen[0].on_error != DEAD_LETTER:
         raise ConfigInvalid(
             f"pipeline {chosen[0].name} keeps no dead letters in tables",
@@ -413,8 +412,9 @@ def _catalog_of(options: argparse.Namespace) -> tuple[Mapping[str, str], SparkOp
         raise ConfigInvalid("--catalog needs key=value", hint="For example --catalog type=rest.")
     if not options.file:
         return {key: value for key, _, value in given}, SparkOptions()
-    config = load(options.file)
-    chosen = config.pick([options.pipeline] if options.pipeline else [])[0]
+    named = [options.pipeline] if options.pipeline else []
+    config = load(options.file, named, True)
+    chosen = config.pipelines[0]
     source, sink = chosen.source, chosen.sink
     catalog: Mapping[str, str] = {}
     if isinstance(source, IcebergSourceOptions):

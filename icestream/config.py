@@ -188,8 +188,11 @@ class Config:
         return [known[name] for name in names] if names else self.pipelines
 
 
-def load(path: str | Path) -> Config:
-    """Read a pipeline file; raises `ConfigInvalid` with the place of whatever is wrong."""
+def load(path: str | Path, names: Sequence[str] = (), first: bool = False) -> Config:
+    """Read the named pipelines of a file, all when none is named, or the `first` alone.
+
+    Raises `ConfigInvalid` with the place of whatever is wrong. See `parse`.
+    """
     try:
         text = Path(path).read_text()
     except OSError as error:
@@ -197,29 +200,75 @@ def load(path: str | Path) -> Config:
             f"could not read {path}", detail=error.strerror, hint="Name a pipeline file."
         ) from error
     try:
-        document = yaml.safe_load(text)
+        document = yaml.load(text, _EachKeyOnce)
+    except _KeyTwice as error:
+        raise ConfigInvalid(
+            f"{path} has the key `{error.key}` twice",
+            detail=f"At line {error.line}, and before that at line {error.line_before}.",
+            hint="Leave one of them out: only the last would count.",
+        ) from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"line {mark.line + 1}, column {mark.column + 1}" if mark else "somewhere"
         raise ConfigInvalid(f"{path} is not YAML", detail=f"At {where}.") from error
-    return parse(document)
+    return parse(document, names, first)
 
 
-def parse(document: object) -> Config:
-    """The configuration that a parsed YAML document describes."""
+class _KeyTwice(Exception):
+    """A map of the file has one key in two lines, counted from one."""
+
+    def __init__(self, key: str, line: int, line_before: int):
+        super().__init__(key)
+        self.key, self.line, self.line_before = key, line, line_before
+
+
+class _EachKeyOnce(yaml.SafeLoader):
+    """YAML forbids a key that comes twice; the library would take the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """The map, of which each key was written once; what is merged in by `<<` may differ."""
+        lines: dict[str, int] = {}
+        for key_node, _ in node.value:
+            if isinstance(key_node, yaml.ScalarNode):
+                key, line = key_node.value, key_node.start_mark.line + 1
+                if key in lines:
+                    raise _KeyTwice(key, line, lines[key])
+                lines[key] = line
+        return super().construct_mapping(node, deep)
+
+
+def parse(document: object, names: Sequence[str] = (), first: bool = False) -> Config:
+    """The configuration that a parsed YAML document describes, with the pipelines that are wanted.
+
+    Only they need their secrets. Another pipeline of the document is checked as well, unless one
+    of its secrets is not there.
+    """
     if not isinstance(document, Mapping) or not document:
         raise ConfigInvalid(
             "the pipeline file names no pipeline",
             hint="Write `<name>: {source: ..., sink: ...}` for each pipeline.",
         )
-    resolved = _with_secrets(document, "")
-    spark = _options(SparkOptions, resolved.get(_RESERVED) or {}, _RESERVED)
-    if isinstance(resolved.get(_FILE_VERSION), str | int):
-        del resolved[_FILE_VERSION]
-    pipelines = [_pipeline(str(name), body) for name, body in resolved.items() if name != _RESERVED]
-    if not pipelines:
+    given = _with_secrets(document.get(_RESERVED) or {}, _RESERVED)
+    spark = _options(SparkOptions, given, _RESERVED)
+    bodies = {str(name): body for name, body in document.items() if name != _RESERVED}
+    if isinstance(bodies.get(_FILE_VERSION), str | int):
+        del bodies[_FILE_VERSION]
+    if not bodies:
         raise ConfigInvalid("the pipeline file names no pipeline")
-    return Config(pipelines=pipelines, spark=spark)
+    wanted = _wanted(list(bodies), names, first)
+    found = {
+        name: _pipeline(name, _with_secrets(body, name))
+        for name, body in bodies.items()
+        if name in wanted or not _secrets_lacking(body)
+    }
+    return Config(pipelines=[found[name] for name in wanted], spark=spark)
+
+
+def _wanted(known: Sequence[str], names: Sequence[str], first: bool) -> Sequence[str]:
+    for name in names:
+        if name not in known:
+            raise _unknown("pipeline", name, known, "the file")
+    return names or (known[:1] if first else known)
 
 
 def _pipeline(name: str, body: object) -> PipelineConfig:
@@ -546,7 +595,7 @@ def parse_duration(value: object, place: str) -> float:
 
 def _with_secrets(value: Any, place: str) -> Any:
     if isinstance(value, Mapping):
-        return {k: _with_secrets(v, f"{place}.{k}".lstrip(".")) for k, v in value.items()}
+        return {k: _with_secrets(v, f"{place}.{k}") for k, v in value.items()}
     if isinstance(value, list):
         return [_with_secrets(item, place) for item in value]
     if not isinstance(value, str):
@@ -562,6 +611,16 @@ def _with_secrets(value: Any, place: str) -> Any:
         return os.environ[found[1]]
 
     return _SECRET.sub(secret, value)
+
+
+def _secrets_lacking(value: Any) -> bool:
+    """Whether a value refers to a secret that is not there."""
+    if isinstance(value, Mapping):
+        return any(map(_secrets_lacking, value.values()))
+    if isinstance(value, list):
+        return any(map(_secrets_lacking, value))
+    named = _SECRET.findall(value) if isinstance(value, str) else []
+    return any(name not in os.environ for name in named)
 
 
 def _unknown(what: str, key: str, known: Sequence[str], place: str) -> ConfigInvalid:

@@ -243,6 +243,64 @@ def test_a_secret_that_is_not_set_is_named_with_its_place(monkeypatch):
     assert "LAKE_TOKEN" in error.message
 
 
+SECRETIVE = {"iceberg": {"catalog": {"token": "${env:LAKE_TOKEN}"}}}
+
+
+def two_pipelines() -> dict[str, Any]:
+    return {"mine": document()["orders"], "theirs": document(sink=SECRETIVE)["orders"]}
+
+
+def test_only_a_pipeline_that_runs_asks_for_its_secrets(monkeypatch):
+    """U3: a file may be shared by people who do not know each other's secrets."""
+    # The developer may have set it.
+    monkeypatch.delenv("LAKE_TOKEN", raising=False)
+    for wanted in (parse(two_pipelines(), ["mine"]), parse(two_pipelines(), first=True)):
+        assert [each.name for each in wanted.pipelines] == ["mine"]
+    for names in (["theirs"], []):
+        with pytest.raises(ConfigInvalid, match=r"catalog\.token needs"):
+            parse(two_pipelines(), names)
+
+
+@pytest.mark.parametrize("names", [["mine"], []])
+def test_a_pipeline_that_does_not_run_is_checked_if_its_secrets_are_there(names, monkeypatch):
+    """U3: a typo in the file is told as soon as it can be."""
+    # A secret comes from the environment.
+    monkeypatch.setenv("LAKE_TOKEN", SECRET)
+    given = two_pipelines()
+    given["theirs"]["comit_interval"] = 1
+    with pytest.raises(ConfigInvalid, match="unknown key `comit_interval` in theirs"):
+        parse(given, names)
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "line", "before"),
+    [
+        (f"a: {{token: {SECRET}}}\nb: 1\na: {SECRET}\n", "a", 3, 1),
+        (f"a:\n  sink:\n    token: {SECRET}\n    'token': {SECRET}\n", "token", 4, 3),
+        (f"a: [{{x: 1, x: {SECRET}}}]\n", "x", 1, 1),
+        ("1: x\n'1': y\n", "1", 2, 1),
+    ],
+)
+def test_a_key_that_comes_twice_is_refused_by_its_line(text, key, line, before, tmp_path):
+    """U3: otherwise the last would count and the first be passed over; no value is shown."""
+    path = tmp_path / "pipelines.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigInvalid, match=f"has the key `{key}` twice") as caught:
+        load(path)
+    assert caught.value.detail == f"At line {line}, and before that at line {before}."
+    assert SECRET not in str(caught.value)
+
+
+def test_a_map_that_is_merged_in_may_have_keys_of_its_own(tmp_path):
+    """U3: an anchor and `<<` are YAML's way to say a thing once."""
+    path = tmp_path / "pipelines.yaml"
+    path.write_text(
+        "a: &a {source: {cockroachdb: {files: x}}, sink: {iceberg: {}}, commit_interval: 1}\n"
+        "b: {<<: *a, commit_interval: 2}\n"
+    )
+    assert [each.cadence.commit_interval for each in load(path).pipelines] == [1.0, 2.0]
+
+
 @pytest.mark.parametrize(
     ("text", "seconds"),
     [
