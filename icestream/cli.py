@@ -32,8 +32,9 @@ from icestream.config import (
 from icestream.demo import run_demo
 from icestream.epoch import resume_point
 from icestream.errors import ConfigInvalid, IcestreamError, Retryable
-from icestream.iceberg.catalog import Table, catalog_properties
+from icestream.iceberg.catalog import catalog_properties
 from icestream.iceberg.snapshots import History
+from icestream.iceberg.table import Table
 from icestream.pipeline import Pipeline, brief, unclaimed
 from icestream.sinks.iceberg import IcebergSink
 from icestream.sinks.opensearch import OpenSearchOptions

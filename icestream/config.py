@@ -23,7 +23,9 @@ from pyspark.sql import SparkSession
 
 from icestream import spark as sessions
 from icestream.errors import ConfigInvalid, keep_secret
-from icestream.iceberg.catalog import Catalog, Table, TableName, catalog_properties
+from icestream.iceberg.catalog import Catalog, catalog_properties
+from icestream.iceberg.handle import TableName
+from icestream.iceberg.table import Table
 from icestream.names import ANY_TABLE
 from icestream.pipeline import Cadence, Pipeline
 from icestream.schema import parse_type

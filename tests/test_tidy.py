@@ -44,7 +44,7 @@ CONFINED = {
         *("sources", "sources.iceberg", "sources.iceberg.changelog"),
         *("sources.iceberg.identifiers", "sources.iceberg.rewritten", "preloaded"),
     },
-    "py4j": {"iceberg.catalog", "spark"},
+    "py4j": {"iceberg.catalog", "iceberg.gateway", "spark"},
     "prometheus_client": {"metrics", "status"},
     "numba": {"sources.compiled"},
     "llvmlite": {"sources.compiled"},

@@ -13,8 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from icestream.errors import ConfigInvalid, HistoryLost, RolledBack
-from icestream.iceberg.catalog import ANCESTORS_MAX, Table, as_unavailable
+from icestream.iceberg.gateway import as_unavailable
+from icestream.iceberg.handle import ANCESTORS_MAX
 from icestream.iceberg.picks import Picks
+from icestream.iceberg.table import Table
 
 # Where a row lies and whether it is deleted: columns of rows that are staged with their marks.
 FILE = "_file"

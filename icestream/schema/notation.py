@@ -7,10 +7,7 @@ import pyarrow as pa
 from pyiceberg.exceptions import ValidationError
 from pyiceberg.io.pyarrow import schema_to_pyarrow
 from pyiceberg.schema import Schema
-from pyiceberg.types import (
-    IcebergType,
-    NestedField,
-)
+from pyiceberg.types import IcebergType, NestedField
 
 from icestream.errors import ConfigInvalid
 

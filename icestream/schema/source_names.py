@@ -9,14 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 from pyiceberg.schema import Schema
-from pyiceberg.types import (
-    IcebergType,
-    ListType,
-    MapType,
-    NestedField,
-    StringType,
-    StructType,
-)
+from pyiceberg.types import IcebergType, ListType, MapType, NestedField, StringType, StructType
 
 from icestream.errors import SchemaRejected
 from icestream.schema.columns import Column

@@ -24,8 +24,10 @@ from py4j.protocol import Py4JError
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
-from icestream.iceberg.catalog import Catalog, Table, TableName
+from icestream.iceberg.catalog import Catalog
+from icestream.iceberg.handle import TableName
 from icestream.iceberg.snapshots import Stage
+from icestream.iceberg.table import Table
 from icestream.sources.iceberg.changelog import Changelog, changelog
 from icestream.spark import session
 from tests.integration.equality_deletes import commit_by_hand

@@ -12,7 +12,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from icestream.iceberg.catalog import Table, local_path
+from icestream.iceberg.catalog import local_path
+from icestream.iceberg.table import Table
 
 Values = Mapping[int, Any]
 _KINDS = {"long": pa.int64(), "int": pa.int32(), "string": pa.string(), "boolean": pa.bool_()}

@@ -10,8 +10,10 @@ from py4j.protocol import MEMORY_COMMAND_NAME
 from pyspark.sql import DataFrame, SparkSession
 
 from icestream.errors import ConfigInvalid, HistoryLost, RolledBack
-from icestream.iceberg.catalog import Catalog, Table, TableName
+from icestream.iceberg.catalog import Catalog
+from icestream.iceberg.handle import TableName
 from icestream.iceberg.snapshots import History, Stage
+from icestream.iceberg.table import Table
 from icestream.sources.iceberg import changelog as changes
 from icestream.sources.iceberg import rewritten
 from icestream.sources.iceberg.changelog import Changelog, changelog

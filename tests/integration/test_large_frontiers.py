@@ -14,7 +14,9 @@ from icestream.epoch import Progress
 from icestream.errors import FrontierLost, HistoryLost, ProgressLost, RolledBack
 from icestream.frontier import Frontier
 from icestream.iceberg import progress as summaries
-from icestream.iceberg.catalog import Catalog, Table, TableName
+from icestream.iceberg.catalog import Catalog
+from icestream.iceberg.handle import TableName
+from icestream.iceberg.table import Table
 from icestream.sinks.iceberg import IcebergSink, IcebergSinkOptions
 from tests.integration.hand_fed import HandFed, put, shape
 from tests.lake import Lake

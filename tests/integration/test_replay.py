@@ -11,7 +11,7 @@ from confluent_kafka.admin import AdminClient
 from icestream.config import open_sink, parse
 from icestream.errors import ConfigInvalid, HistoryLost, SchemaRejected
 from icestream.failpoints import FailpointError
-from icestream.iceberg.catalog import OWNER_PROPERTY
+from icestream.iceberg.table import OWNER_PROPERTY
 from icestream.sources import LettersTried
 from tests.integration.pipelines import Document, Shell, assert_refused
 from tests.integration.topics import NAMESPACE, PIPELINE, Topics, created, updated

@@ -26,16 +26,13 @@ from icestream.errors import (
     TargetUnavailable,
 )
 from icestream.iceberg import progress as summaries
-from icestream.iceberg.catalog import (
-    OWNER_PROPERTY,
-    Head,
-    NewTable,
-    Past,
-    TableName,
-    WriteTarget,
-    replaced,
-)
 from icestream.iceberg.files import FileClosed
+from icestream.iceberg.gateway import replaced
+from icestream.iceberg.handle import TableName
+from icestream.iceberg.head import Head, Past
+from icestream.iceberg.new_table import NewTable
+from icestream.iceberg.table import OWNER_PROPERTY
+from icestream.iceberg.target import WriteTarget
 from icestream.schema import Column
 
 T = TypeVar("T")
@@ -298,7 +295,7 @@ class MemoryCatalog:
 
 
 class MemoryTable:
-    """What `IcebergSink` needs of `icestream.iceberg.catalog.Table`.
+    """What `IcebergSink` needs of `icestream.iceberg.table.Table`.
 
     Like the real one a handle keeps the metadata it saw last; only `head` looks afresh.
     """

@@ -58,8 +58,8 @@ from icestream.errors import (
 )
 from icestream.frontier import Frontier, Position
 from icestream.iceberg import progress as summaries
-from icestream.iceberg.catalog import TableName
 from icestream.iceberg.files import DATA, FileClosed
+from icestream.iceberg.handle import TableName
 from icestream.pipeline import Cadence, Pipeline
 from icestream.schema import Column, SchemaGap, TableShape
 from icestream.sinks.iceberg import IcebergSink, IcebergSinkOptions

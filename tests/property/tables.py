@@ -16,8 +16,8 @@ from pyiceberg.partitioning import PartitionField, PartitionSpec
 from pyiceberg.schema import Schema
 from pyiceberg.transforms import Transform
 
-from icestream.iceberg.catalog import SortColumn, WriteTarget
 from icestream.iceberg.files import DATA, FileClosed
+from icestream.iceberg.target import SortColumn, WriteTarget
 from icestream.sinks.iceberg.writer import IcebergWriter
 
 GLOBAL_SPEC_ID = 99

@@ -27,8 +27,8 @@ from icestream.errors import (
 from icestream.failpoints import FailpointError
 from icestream.frontier import START, Frontier
 from icestream.iceberg import progress as summaries
-from icestream.iceberg.catalog import TableName
 from icestream.iceberg.files import DATA, FileClosed
+from icestream.iceberg.handle import TableName
 from icestream.pipeline import Cadence, Pipeline, State, brief, unclaimed
 from icestream.schema import Column, SchemaGap, TableShape
 from icestream.sinks.iceberg import IcebergSink, IcebergSinkOptions

@@ -50,19 +50,15 @@ from icestream.errors import (
 )
 from icestream.frontier import Frontier
 from icestream.iceberg import progress as summaries
-from icestream.iceberg.catalog import (
-    OWNER_PROPERTY,
-    Catalog,
-    Head,
-    NewTable,
-    Past,
-    Table,
-    TableName,
-    WriteTarget,
-    staged_name,
-)
+from icestream.iceberg.catalog import Catalog
 from icestream.iceberg.files import DATA, FileClosed
+from icestream.iceberg.handle import TableName
+from icestream.iceberg.head import Head, Past
+from icestream.iceberg.new_table import NewTable
 from icestream.iceberg.rows import bound, for_spark, from_spark
+from icestream.iceberg.staged import staged_name
+from icestream.iceberg.table import OWNER_PROPERTY, Table
+from icestream.iceberg.target import WriteTarget
 from icestream.names import ANY_TABLE, TableNames
 from icestream.schema import (
     NAME_MAPPING,

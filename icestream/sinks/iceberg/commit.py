@@ -38,8 +38,9 @@ from icestream.errors import (
     TargetUnavailable,
 )
 from icestream.iceberg import progress as summaries
-from icestream.iceberg.catalog import Head, replaced
 from icestream.iceberg.files import DATA, FileClosed
+from icestream.iceberg.gateway import replaced
+from icestream.iceberg.head import Head
 from icestream.sinks import Committed, StaleWrite
 
 log = logging.getLogger(__name__)

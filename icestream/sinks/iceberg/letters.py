@@ -7,8 +7,9 @@ import pyarrow as pa
 from icestream import dead_letters
 from icestream.dead_letters import Spans
 from icestream.errors import HistoryLost
-from icestream.iceberg.catalog import Table, staged_name
 from icestream.iceberg.rows import from_spark
+from icestream.iceberg.staged import staged_name
+from icestream.iceberg.table import Table
 from icestream.schema import arrow_schema, schema_from_json
 from icestream.sinks.iceberg import IcebergSink
 

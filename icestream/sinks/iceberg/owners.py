@@ -16,8 +16,10 @@ from dataclasses import dataclass, replace
 from icestream import dead_letters
 from icestream.errors import ConfigInvalid
 from icestream.iceberg import progress as summaries
-from icestream.iceberg.catalog import OWNER_PROPERTY, Head, Table, TableName
 from icestream.iceberg.files import FileClosed
+from icestream.iceberg.handle import TableName
+from icestream.iceberg.head import Head
+from icestream.iceberg.table import OWNER_PROPERTY, Table
 from icestream.names import TableNames
 
 

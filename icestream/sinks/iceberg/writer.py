@@ -35,8 +35,8 @@ from pyiceberg.types import IcebergType, NestedField, StructType
 
 from icestream.change import AT, BEFORE, OP, SEQ, fold
 from icestream.errors import SchemaRejected
-from icestream.iceberg.catalog import SortColumn, WriteTarget
 from icestream.iceberg.files import DATA, EQUALITY_DELETES, Closed, FileClosed, ParquetFolder
+from icestream.iceberg.target import SortColumn, WriteTarget
 from icestream.names import TableNames
 from icestream.schema import arrow_schema, calendar_day, renamed_type, schema_from_json
 

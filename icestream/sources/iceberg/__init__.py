@@ -36,8 +36,9 @@ from tqdm import tqdm
 from icestream.epoch import Epoch
 from icestream.errors import ConfigInvalid, SourceUnavailable, TableReplaced, TargetUnavailable
 from icestream.frontier import MINIMUM, Frontier, Position
-from icestream.iceberg.catalog import Table, replaced
+from icestream.iceberg.gateway import replaced
 from icestream.iceberg.snapshots import Files, Snapshot, Stage
+from icestream.iceberg.table import Table
 from icestream.schema import Column, TableShape, schema_from_json
 from icestream.sources import FrameSplit, Part, Source
 from icestream.sources.iceberg.changelog import BY_PLACE, BY_ROW_ID, Changelog

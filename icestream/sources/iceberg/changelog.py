@@ -24,8 +24,9 @@ from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
 from icestream.errors import ConfigInvalid
-from icestream.iceberg.catalog import Table, staged_name
 from icestream.iceberg.snapshots import DELETED, FILE, PLACE, ROW_ID, History, Snapshot, Stage, Step
+from icestream.iceberg.staged import staged_name
+from icestream.iceberg.table import Table
 from icestream.sources.iceberg import identifiers
 from icestream.sources.iceberg.rewritten import SIGN, Columns, Side, what_differs
 

@@ -14,8 +14,8 @@ import pyarrow as pa
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
-from icestream.iceberg.catalog import staged_name
 from icestream.iceberg.rows import VALUES_MAX, Bound, bound
+from icestream.iceberg.staged import staged_name
 
 # Types whose values Spark and Iceberg order alike, and that Iceberg takes as they are printed.
 _ORDERED = re.compile(r"int|long|string|date|timestamp|timestamptz|decimal\(.*\)")

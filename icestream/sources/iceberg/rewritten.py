@@ -29,9 +29,9 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import types as T
 from pyspark.sql.pandas.types import to_arrow_schema
 
-from icestream.iceberg.catalog import staged_name
 from icestream.iceberg.files import filesystem
 from icestream.iceberg.snapshots import PlainFile
+from icestream.iceberg.staged import staged_name
 from icestream.schema import arrow_schema, schema_from_json
 from icestream.sources.iceberg.row_hashes import row_hashes
 from icestream.spark import Row, run_tasks

@@ -9,8 +9,10 @@ import pytest
 from py4j.protocol import Py4JJavaError
 
 from icestream.errors import Broken, ConfigInvalid, Retryable, TargetUnavailable
-from icestream.iceberg import catalog
-from icestream.iceberg.catalog import Table, TableName, local_path
+from icestream.iceberg.catalog import local_path
+from icestream.iceberg.handle import TableName
+from icestream.iceberg.new_table import partition_spec
+from icestream.iceberg.table import Table
 
 
 def test_a_table_name_is_told_with_its_namespace():
@@ -53,7 +55,7 @@ def partition_calls(*terms: str) -> list[tuple[Any, ...]]:
     spec = SimpleNamespace(builderFor=lambda schema: builder)
     iceberg = SimpleNamespace(PartitionSpec=spec, SortOrder=spec)
     jvm = SimpleNamespace(org=SimpleNamespace(apache=SimpleNamespace(iceberg=iceberg)))
-    return catalog._partition_spec(jvm, None, terms)
+    return partition_spec(jvm, None, terms)
 
 
 def test_partition_terms_become_calls_of_icebergs_builder():

@@ -19,8 +19,9 @@ from icestream.errors import (
 )
 from icestream.frontier import Frontier
 from icestream.iceberg import progress as summaries
-from icestream.iceberg.catalog import NewTable, TableName
 from icestream.iceberg.files import DATA, EQUALITY_DELETES, FileClosed
+from icestream.iceberg.handle import TableName
+from icestream.iceberg.new_table import NewTable
 from icestream.schema import Column, TableShape, new_schema
 from icestream.sinks import StaleWrite
 from icestream.sinks.iceberg import commit as commits

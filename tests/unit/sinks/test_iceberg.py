@@ -15,8 +15,10 @@ from icestream.epoch import Epoch, Progress, resume_point
 from icestream.errors import Broken, ConfigInvalid, Fenced, RolledBack, TargetUnavailable
 from icestream.frontier import START, Frontier
 from icestream.iceberg import progress as summaries
-from icestream.iceberg.catalog import NewTable, TableName, catalog_properties
+from icestream.iceberg.catalog import catalog_properties
 from icestream.iceberg.files import DATA, EQUALITY_DELETES, FileClosed
+from icestream.iceberg.handle import TableName
+from icestream.iceberg.new_table import NewTable
 from icestream.schema import Column, TableShape, new_schema
 from icestream.sinks import StaleWrite, Written
 from icestream.sinks.iceberg import (

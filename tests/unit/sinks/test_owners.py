@@ -17,7 +17,8 @@ from icestream.errors import (
 )
 from icestream.frontier import Frontier
 from icestream.iceberg import progress as summaries
-from icestream.iceberg.catalog import OWNER_PROPERTY, NewTable
+from icestream.iceberg.new_table import NewTable
+from icestream.iceberg.table import OWNER_PROPERTY
 from icestream.names import TableNames
 from icestream.schema import new_schema
 from icestream.sinks import iceberg

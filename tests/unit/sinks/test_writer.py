@@ -39,8 +39,8 @@ from pyiceberg.types import (
 
 from icestream.change import AT, BEFORE, OP, SEQ, Op
 from icestream.errors import SchemaRejected
-from icestream.iceberg.catalog import SortColumn
 from icestream.iceberg.files import DATA, EQUALITY_DELETES, FileClosed
+from icestream.iceberg.target import SortColumn
 from icestream.schema import arrow_schema
 from icestream.sinks.iceberg import writer
 from tests.property.tables import GLOBAL_SPEC_ID, SPEC_ID, LocalTable, partitions
