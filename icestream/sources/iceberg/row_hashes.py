@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from icestream.sources.compiled import WORD_BYTES, Bytes, kernel, load_word, part, pointer
+from icestream.kernels import WORD_BYTES, Bytes, kernel, load_word, part, pointer
 
 Hashes = npt.NDArray[np.uint64]
 Mask = npt.NDArray[np.bool_]

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from icestream.sources.compiled import Bytes, kernel, load_word, part, pointer
+from icestream.kernels import Bytes, kernel, load_word, part, pointer
 from icestream.sources.kafka.columns import ABSENT, Slots, Words
 from icestream.sources.kafka.wire import (
     Fault,
@@ -186,7 +186,6 @@ def _record(program: Program, place: tuple[Bytes, int, int], slots: Slots, loops
             return 0 if at == end else _TRAILING
 
 
-@kernel
 def walk(
     program: Program,
     content: Bytes,
@@ -198,12 +197,26 @@ def walk(
 
     Records are skipped where `faults` says that they are absent; for others it is written.
     """
+    scratch = np.zeros_like(slots[3]), np.zeros_like(slots[3])
+    return _walk(program, content, places, slots, faults, scratch)
+
+
+@kernel
+def _walk(
+    program: Program,
+    content: Bytes,
+    places: tuple[Words, Words],
+    slots: Slots,
+    faults: Bytes,
+    scratch: tuple[Words, Words],
+) -> int:
+    """As `walk`; `scratch` has room for two numbers per domain."""
     bare = pointer(program[0]), pointer(program[1])
     starts, ends = places
     words, bases, room, entries = slots
     inside = pointer(words), pointer(bases), pointer(room), pointer(entries)
     data = pointer(content)
-    loops, saved = np.zeros(entries.size, np.int64), np.zeros(entries.size, np.int64)
+    loops, saved = scratch
     while entries[0] < starts.size:
         row = entries[0]
         if faults[row] != ABSENT:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from icestream.sources.compiled import Bytes, kernel, pointer
+from icestream.kernels import Bytes, kernel, pointer
 
 # More digits after the point, or zeros before it, are no number that a database has.
 SCALE_MAX = 16_383

@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyiceberg.types import IcebergType, ListType, MapType, NestedField, StringType, StructType
 
-from icestream.sources.compiled import WORD_BYTES, Bytes, kernel, load_word, pointer, store_word
+from icestream.kernels import WORD_BYTES, Bytes, kernel, load_word, pointer, store_word
 from icestream.sources.kafka.payloads import Payloads
 from icestream.sources.kafka.rows import Indices, Mask
 

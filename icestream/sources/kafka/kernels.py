@@ -7,7 +7,7 @@ Messages are addresses of librdkafka's `rd_kafka_message_t`, whose layout is dec
 import numpy as np
 import numpy.typing as npt
 
-from icestream.sources.compiled import (
+from icestream.kernels import (
     Bytes,
     at_address,
     call,
@@ -26,6 +26,7 @@ Integers = npt.NDArray[np.int64]
 # and their bytes.
 Binary = tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_], Bytes]
 
+_MESSAGE_BYTES = Message.size()
 _ERROR, _OFFSET = Message.place("err"), Message.place("offset")
 _VALUE, _VALUE_SIZE = Message.place("payload"), Message.place("len")
 _KEY, _KEY_SIZE = Message.place("key"), Message.place("key_len")
@@ -43,7 +44,7 @@ def measure(messages: Addresses, end: int, room: int, at_least: int) -> tuple[in
     """
     value_bytes = key_bytes = 0
     for place in range(messages.size):
-        message = at_address(messages[place])
+        message = at_address(messages[place], _MESSAGE_BYTES)
         value_size, key_size = own_int64(message, _VALUE_SIZE), own_int64(message, _KEY_SIZE)
         fits = value_bytes + key_bytes + value_size + key_size <= room or place < at_least
         failed = own_int32(message, _ERROR) != _NO_ERROR
@@ -60,7 +61,7 @@ def _append(message: Bytes, fields: tuple[int, int], row: int, column: Binary) -
     address, size = own_int64(message, fields[0]), own_int64(message, fields[1])
     valid[row] = address != 0
     if address != 0:
-        copy_bytes(pointer(content), starts[row], at_address(address), size)
+        copy_bytes(pointer(content), starts[row], at_address(address, size), size)
     starts[row + 1] = starts[row] + (size if address != 0 else 0)
 
 
@@ -71,7 +72,7 @@ def copy_records(messages: Addresses, values: Binary, keys: Binary, offsets: Int
     Both begin with a start of zero.
     """
     for row in range(messages.size):
-        message = at_address(messages[row])
+        message = at_address(messages[row], _MESSAGE_BYTES)
         _append(message, (_VALUE, _VALUE_SIZE), row, values)
         _append(message, (_KEY, _KEY_SIZE), row, keys)
         offsets[row] = own_int64(message, _OFFSET)

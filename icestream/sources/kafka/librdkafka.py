@@ -47,6 +47,11 @@ class Message(ctypes.Structure):
         offset: int = getattr(cls, field).offset
         return offset
 
+    @classmethod
+    def size(cls) -> int:
+        """How many bytes a message has, without its key and value."""
+        return ctypes.sizeof(cls)
+
 
 # Without the prefix `rd_kafka_` that all have: what a function answers, then what it takes.
 _FUNCTIONS: dict[str, tuple[Any, ...]] = {

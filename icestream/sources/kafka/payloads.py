@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from icestream.sources.compiled import Bytes
+from icestream.kernels import Bytes
 from icestream.sources.kafka.rows import Indices, Mask
 
 

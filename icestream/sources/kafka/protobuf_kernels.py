@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from icestream.sources.compiled import Bytes, kernel, load_word, part, pointer
+from icestream.kernels import Bytes, kernel, load_word, part, pointer
 from icestream.sources.kafka.columns import ABSENT, Slots, Words
 from icestream.sources.kafka.wire import Fault, restore, utf8, varint, zigzag
 
@@ -46,6 +46,8 @@ FIELD_SIZE = 12
 FIRST, LAST, SECONDS = range(3)
 MESSAGE_SIZE = 3
 DEPTH_MAX = 64
+# What is kept for each level: where it ends, its field, the next field, and the group's number.
+_STACKS = 4
 # Fields, messages, and the numbers of closed enums, each with how many they are in front.
 Tables = tuple[Words, Words, Words, Words]
 
@@ -350,7 +352,6 @@ def _record(tables: Tables, place: tuple[Bytes, int, int], slots: Slots, stacks:
             return fault
 
 
-@kernel
 def walk(
     tables: Tables,
     content: Bytes,
@@ -362,13 +363,27 @@ def walk(
 
     Records are skipped where `faults` says that they are absent; for others it is written.
     """
+    stacks = np.zeros((_STACKS, DEPTH_MAX + 2), np.int64)
+    return _walk(tables, content, places, slots, faults, (np.zeros_like(slots[3]), stacks))
+
+
+@kernel
+def _walk(
+    tables: Tables,
+    content: Bytes,
+    places: tuple[Words, Words],
+    slots: Slots,
+    faults: Bytes,
+    scratch: tuple[Words, Words],
+) -> int:
+    """As `walk`; `scratch` has room for one number per domain, and for the stacks."""
     fields, messages, enums, domain_of = tables
     bare = pointer(fields), pointer(messages), pointer(enums), pointer(domain_of)
     starts, ends = places
     words, bases, room, entries = slots
     inside = pointer(words), pointer(bases), pointer(room), pointer(entries)
     data = pointer(content)
-    saved, depths = np.zeros(entries.size, np.int64), np.zeros((4, DEPTH_MAX + 2), np.int64)
+    saved, depths = scratch
     stacks = pointer(depths[0]), pointer(depths[1]), pointer(depths[2]), pointer(depths[3])
     while entries[0] < starts.size:
         row = entries[0]

@@ -24,7 +24,7 @@ import urllib3
 from urllib3.exceptions import HTTPError, SSLError
 
 from icestream.errors import ConfigInvalid, SourceUnavailable, keep_secret
-from icestream.sources.compiled import Bytes
+from icestream.kernels import Bytes
 from icestream.sources.kafka.payloads import Payloads
 from icestream.sources.kafka.rows import Indices
 

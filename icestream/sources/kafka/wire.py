@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from icestream.sources.compiled import WORD_BYTES, Bytes, load_word, part
+from icestream.kernels import WORD_BYTES, Bytes, load_word, part
 from icestream.sources.kafka.columns import ABSENT, DECIMAL_DIGITS_MAX, Words
 
 

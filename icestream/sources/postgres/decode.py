@@ -45,7 +45,7 @@ from pyiceberg.types import (
 
 from icestream.errors import DataRejected, SchemaRejected
 from icestream.schema import cast_text
-from icestream.sources.compiled import WORD_BYTES, Bytes
+from icestream.kernels import WORD_BYTES, Bytes
 from icestream.sources.postgres.kernels import (
     DAY_MICROS,
     DAYS_MAX,

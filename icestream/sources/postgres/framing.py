@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from icestream.sources.compiled import Bytes, int32, int64, kernel, part, pointer
+from icestream.kernels import Bytes, int32, int64, kernel, part, pointer
 
 Numbers = npt.NDArray[np.int64]
 # Python's numbers and numpy's are one to compiled code, but not to a type checker.

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from icestream.sources.compiled import (
+from icestream.kernels import (
     WORD_BYTES,
     Bytes,
     int16,
