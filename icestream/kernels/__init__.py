@@ -1,7 +1,7 @@
 """Compiled loops over bytes: the ground rules, and what all modules with kernels share.
 
-A `kernel` is a function that Python calls, a `part` one that only kernels call. Both are compiled by
-numba. Compiled code is kept on disk, so only the first process that ever calls a kernel waits.
+A `kernel` is a function that Python calls, a `part` one that only kernels call. Both are compiled
+by numba. Compiled code is kept on disk: only the first process that ever calls a kernel waits.
 
 Rules for whoever writes one:
 

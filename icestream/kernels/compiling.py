@@ -35,7 +35,7 @@ def kernel(function: Function) -> Function:
 
     In checked mode it raises `Broken` when the compiled code leaves its memory.
     """
-    compiled = numba.njit(nogil=True, boundscheck=CHECKED)(function)
+    compiled: Any = numba.njit(nogil=True, boundscheck=CHECKED)(function)
     # Numba names no public way to say by what compiled code is found again.
     compiled._cache = _KeptByContent(function)
     if not CHECKED:
@@ -49,6 +49,7 @@ def kernel(function: Function) -> Function:
             name = f"{function.__module__}.{function.__qualname__}"
             raise Broken(f"the kernel {name} left its memory: {error}") from error
 
+    checked.__dict__["compiled"] = compiled
     return cast(Function, checked)
 
 

@@ -33,7 +33,7 @@ class _Bounded(numba.types.Type):
         super().__init__(name=f"Bounded({dtype})")
 
 
-class _BoundedModel(models.StructModel):  # type: ignore[misc]
+class _BoundedModel(models.StructModel):
     def __init__(self, manager: Any, kind: Any) -> None:
         members = [("data", _bare(kind.dtype)), ("size", numba.types.int64)]
         super().__init__(manager, kind, members)  # type: ignore[no-untyped-call]
@@ -44,6 +44,10 @@ def _bare(dtype: Any) -> Any:
     return numba.types.CPointer(dtype)  # type: ignore[no-untyped-call]
 
 
+def _struct(kind: Any) -> Any:
+    return cgutils.create_struct_proxy(kind)  # type: ignore[no-untyped-call]
+
+
 def _pointer_type(dtype: Any) -> Any:
     return _Bounded(dtype) if CHECKED else _bare(dtype)
 
@@ -52,7 +56,7 @@ def _made(context: Any, builder: Any, kind: Any, data: Any, size: Any) -> Any:
     """A pointer of this type to so many values."""
     if not CHECKED:
         return data
-    pair = cgutils.create_struct_proxy(kind)(context, builder)
+    pair = _struct(kind)(context, builder)
     pair.data, pair.size = data, size
     return pair._getvalue()
 
@@ -67,7 +71,7 @@ def _place(context: Any, builder: Any, kind: Any, value: Any, span: tuple[Any, A
     position, count = span
     if not isinstance(kind, _Bounded):
         return builder.gep(value, [position])
-    pair = cgutils.create_struct_proxy(kind)(context, builder, value=value)
+    pair = _struct(kind)(context, builder, value=value)
     none, long = ir.Constant(ir.IntType(64), 0), ir.IntType(64)
     position = position if position.type == long else builder.sext(position, long)
     count = count if isinstance(count, ir.Value) else ir.Constant(long, count)
@@ -81,7 +85,7 @@ def _place(context: Any, builder: Any, kind: Any, value: Any, span: tuple[Any, A
 
 def _typed_pointer(_: Any, array: Any) -> Any:
     if array.layout != "C":
-        raise TypingError("a pointer leads through memory without gaps")  # type: ignore[no-untyped-call]
+        raise TypingError("a pointer leads through memory without gaps")
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         found = context.make_array(signature.args[0])(context, builder, arguments[0])
@@ -185,7 +189,8 @@ def _typed_set(_: Any, data: Any, position: Any, value: Any) -> Any:
 def _index_bounded_pointers() -> None:
     """Let `data[position]` mean for pointers with bounds what it means for bare ones."""
     register_model(_Bounded)(_BoundedModel)
-    get, put = intrinsic(_typed_get), intrinsic(_typed_set)
+    get: Any = intrinsic(_typed_get)
+    put: Any = intrinsic(_typed_set)
 
     @overload(operator.getitem, strict=False)
     def _(data: Any, position: Any) -> Any:

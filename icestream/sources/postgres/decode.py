@@ -44,8 +44,8 @@ from pyiceberg.types import (
 )
 
 from icestream.errors import DataRejected, SchemaRejected
-from icestream.schema import cast_text
 from icestream.kernels import WORD_BYTES, Bytes
+from icestream.schema import cast_text
 from icestream.sources.postgres.kernels import (
     DAY_MICROS,
     DAYS_MAX,

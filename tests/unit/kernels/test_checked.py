@@ -5,9 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-from icestream.kernels import CHECKED
 from icestream.sources.iceberg import row_hashes
 
 ROOT = Path(__file__).parents[3]
@@ -80,7 +77,6 @@ def test_every_way_to_leave_memory_is_seen(tmp_path):
     assert done.stdout == "all seen\n", done.stderr
 
 
-@pytest.mark.skipif(CHECKED, reason="tells what holds in the other mode")
 def test_kernels_are_not_checked_unless_asked_to():
     """K3: without the variable Python calls the compiled code itself, without bounds checks."""
     assert row_hashes._finish.targetoptions["boundscheck"] is False
