@@ -1,4 +1,22 @@
-"""Epochs, the unit of commit, and the progress a destination remembers of them."""
+"""Epochs, the unit of commit, and the progress a destination remembers of them.
+
+An example in numbers: a pipeline with the tables a, b and c, whose source counts positions from 0.
+Epoch 7 is `[60, 70)` and changes a and c. Epoch 8 is `[70, 80)` and changes a and b. Both say so in
+what they commit: epoch 8 has two tables, its members are a and b. Then the process is killed. What
+`resume_point` makes of the progress that a start finds:
+
+| a | b | c | unfinished | goes on at | why |
+|--:|--:|--:|---|--:|---|
+| 8 | 8 | 7 | none | 80 | all members of epoch 8 carry it; c was merely idle |
+| 8 | 5 | 7 | 8, `[70, 80)` | 70 | b lacks it: 8 is minted again with these bounds, for b alone |
+| 7 | 5 | 7 | none | 70 | nobody saw epoch 8, so its files are nobody's: it is minted anew |
+| 8 | dropped | 7 | none | 80 | b is built anew as a whole, it needs no epoch |
+| 8 | 8 | 5 | raises | | epoch 8 remembers that c had taken 7: somebody set c back |
+| 8 | 8 | 5, to be replayed | none | 80 | c lies behind, its own frontier counts until it is level |
+
+The smallest frontier over the tables would be the wrong place to go on. In the first row it is 70,
+and where c stays idle it stays 70 for ever, long after the source has rightly forgotten it.
+"""
 
 import hashlib
 import json
@@ -128,8 +146,7 @@ def resume_point(progress: Mapping[str, Progress]) -> Resume:
     its first commit, so one that is not there was dropped. Carriers that say different things
     of its tables show that the epoch was cut short while it was written a second time.
     Whether a table that was rolled back took part is unknown; its replay supplies the epoch.
-    The smallest frontier over the tables would be wrong: it asks the source for history that it
-    has rightly forgotten, because of a table that was merely idle.
+    The module has an example with numbers.
     """
     last = furthest(progress.values())
     if last is None:

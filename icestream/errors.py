@@ -1,7 +1,7 @@
 """Every error icestream raises, sorted by what the one who catches it does.
 
     IcestreamError(message, *, detail, hint)
-    ├── Retryable        SourceUnavailable, TargetUnavailable, CommitConflict
+    ├── Retryable        SourceUnavailable, TargetUnavailable, CommitConflict, SparkFailed
     │                    -> waited out by the pipeline (`icestream.patience`)
     ├── CommitUnknown    the answer was lost        -> read back, then decide; delete nothing
     ├── Fenced           someone newer owns the target -> stop quietly, an exit code of its own
@@ -85,6 +85,10 @@ class TargetUnavailable(Retryable):
 
 class CommitConflict(Retryable):
     """The catalog refused the swap: someone else committed first."""
+
+
+class SparkFailed(Retryable):
+    """Spark did not start, or a job of it failed: a task was killed, or could not read."""
 
 
 class CommitUnknown(IcestreamError):

@@ -47,7 +47,7 @@ from pyspark.sql.functions import (
 from pyspark.sql.functions import sum as sum_of
 from pyspark.sql.types import BinaryType, StringType, StructField, StructType
 
-from icestream.errors import DataRejected, TargetUnavailable
+from icestream.errors import DataRejected, SparkFailed
 from icestream.java import cache_folder, jars, java_home, quiet_java, write_atomically
 
 # Rows that are looked up pass through the coordinator and the closures of tasks: so many bytes of
@@ -147,7 +147,7 @@ def session(
     try:
         return builder.getOrCreate()
     except (PySparkException, RuntimeError, OSError) as error:
-        raise TargetUnavailable(
+        raise SparkFailed(
             "could not start Spark",
             detail=str(error).splitlines()[0],
             hint="Check `spark.master`, and that the jars' registry can be reached.",
@@ -268,7 +268,7 @@ def _collected(rows: DataFrame) -> list[Row]:
 
 @contextmanager
 def as_retryable(message: str, hint: str = _TRIED_AGAIN) -> Iterator[None]:
-    """Turn the failure of a Spark job into `TargetUnavailable`: it may work later.
+    """Turn the failure of a Spark job into `SparkFailed`: it may work later.
 
     A file that could not be read and a worker that was killed come as exceptions of Java's. A query
     that Spark does not understand never works.
@@ -278,7 +278,7 @@ def as_retryable(message: str, hint: str = _TRIED_AGAIN) -> Iterator[None]:
     except AnalysisException:
         raise
     except (PySparkException, Py4JJavaError) as error:
-        raise TargetUnavailable(message, detail=_cause(error), hint=hint) from error
+        raise SparkFailed(message, detail=_cause(error), hint=hint) from error
 
 
 def stored_rows(

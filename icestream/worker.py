@@ -66,9 +66,9 @@ from icestream.transform import (
     ROW,
     TASK,
     Selects,
-    in_arrow,
     struct_name,
 )
+from icestream.transform.spark_schema import in_arrow
 
 FILE = "file"
 DONE = "done"

@@ -43,7 +43,7 @@ def follow(fed: HandFed, table: str, columns: TableShape) -> list[Column]:
 
 
 def schemas(fed: HandFed, table: str) -> list[dict[str, Any]]:
-    metadata = fed.sink._states[table].handle._table.operations().refresh()
+    metadata = fed.sink._states[table].handle.java.operations().refresh()
     return [json.loads(schema_json(fed, schema)) for schema in metadata.schemas()]
 
 

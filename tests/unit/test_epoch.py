@@ -237,3 +237,40 @@ def test_a_rolled_back_table_that_is_ahead_of_idle_ones_tells_the_frontier():
     """E8: a table that was idle for long says nothing of how far the pipeline was."""
     progress = {"a": carries(5, 8, 12, 1, replaying=True), "b": carries(2, 2, 4, 1)}
     assert goes_on(resume_point(progress)) == (5, at(12), None, {"a"}, set())
+
+
+def example(table: str, number: int, replaying: bool = False) -> Progress:
+    """The progress of a table in the example of the module `epoch`."""
+    members, before = {
+        5: ("abc", {}),
+        7: ("ac", {"a": 5, "b": 5, "c": 5}),
+        8: ("ab", {"a": 7, "b": 5, "c": 7}),
+    }[number]
+    known = carries(number, 10 * number - 10, 10 * number, len(members), replaying)
+    return replace(known, members=frozenset(members), before=before, table_id=table)
+
+
+@pytest.mark.parametrize(
+    ("epochs", "unfinished", "position", "behind"),
+    [
+        ({"a": 8, "b": 8, "c": 7}, None, 80, set()),
+        ({"a": 8, "b": 5, "c": 7}, 8, 70, set()),
+        ({"a": 7, "b": 5, "c": 7}, None, 70, set()),
+        ({"a": 8, "c": 7}, None, 80, set()),
+        ({"a": 8, "b": 8, "c": -5}, None, 80, {"c"}),
+    ],
+    ids=["idle", "cut short", "never seen", "dropped", "replayed"],
+)
+def test_the_example_of_the_module_is_true(epochs, unfinished, position, behind):
+    """E3: row by row; a number below zero is a table that is to be replayed."""
+    found = resume_point({t: example(t, abs(n), replaying=n < 0) for t, n in epochs.items()})
+    assert found.at == at(position)
+    assert (found.unfinished.number if found.unfinished else None) == unfinished
+    assert set(found.replays) == behind
+    assert found.lacking == ({"b"} if unfinished else set())
+
+
+def test_a_table_of_the_example_that_was_set_back_is_noticed():
+    """E3: epoch 8 remembers that c had taken epoch 7."""
+    with pytest.raises(HistoryLost, match="table c was set back"):
+        resume_point({"a": example("a", 8), "b": example("b", 8), "c": example("c", 5)})

@@ -15,6 +15,7 @@ TREE = {
     "SourceUnavailable": ("Retryable", 1),
     "TargetUnavailable": ("Retryable", 1),
     "CommitConflict": ("Retryable", 1),
+    "SparkFailed": ("Retryable", 1),
     "CommitUnknown": ("IcestreamError", 1),
     "Fenced": ("IcestreamError", 4),
     "NeedsOperator": ("IcestreamError", 3),

@@ -28,6 +28,13 @@ from icestream.iceberg.snapshots import DELETED, FILE, PLACE, ROW_ID, History, S
 from icestream.iceberg.staged import staged_name
 from icestream.iceberg.table import Table
 from icestream.sources.iceberg import identifiers
+from icestream.sources.iceberg.compared import (
+    FLOATS,
+    HASHES,
+    comparable_form,
+    is_negative_zero,
+    row_hashes,
+)
 from icestream.sources.iceberg.rewritten import SIGN, Columns, Side, what_differs
 
 log = logging.getLogger(__name__)
@@ -50,10 +57,6 @@ BY_PLACE = "places"
 _KEY, _SIGN, _HASH, _NAMED = "key", SIGN, "hash", "named"
 # A part of an identifier that is null; no text becomes this, as its backslash would be doubled.
 _NULL = r"\N"
-_HASHES = ("h1", "h2", "h3")
-_LOW_BITS = 0xFFFF_FFFF
-_BITS = 62
-_FLOATS = T.FloatType | T.DoubleType
 # Less than this is compared at once; more by hashes first, which takes a second look at the files.
 _LARGE_BYTES = 64 * 1024**2
 # Less than this is compared by one task: bringing rows together would take longer than they do.
@@ -356,15 +359,15 @@ class Changelog:
         kinds = {field.name: field.dataType for field in staged.schema.fields}
         there = [(place, name) for place, name in shape.columns if place in kinds]
         comparable = F.struct(
-            *(_comparable(F.col(place), kinds[place]).alias(place) for place, _ in there)
+            *(comparable_form(F.col(place), kinds[place]).alias(place) for place, _ in there)
         )
         row = F.struct(*(F.col(place).alias(name) for place, name in there))
         if shape.key:
             # To Spark both zeros are one; as identifiers they are two.
-            zeros = [place for place in shape.key if isinstance(kinds[place], _FLOATS)]
+            zeros = [place for place in shape.key if isinstance(kinds[place], FLOATS)]
             key = F.struct(
                 *(F.col(place).alias(place) for place in shape.key),
-                *(_is_negative_zero(F.col(place)).alias(f"-0 {place}") for place in zeros),
+                *(is_negative_zero(F.col(place)).alias(f"-0 {place}") for place in zeros),
             )
             document_id = _document_id([(F.col(place), kinds[place]) for place in shape.key])
         elif shape.by_row_id:
@@ -378,7 +381,7 @@ class Changelog:
             key, document_id = comparable, F.lit(None).cast("string")
         return staged.select(
             *(key.alias(_KEY), row.alias(ROW), document_id.alias(DOCUMENT_ID), _SIGN, _NAMED),
-            *_hashes(staged, shape),
+            *_hashes_of(staged, shape),
         )
 
     def _as_events(self, found: DataFrame, snapshot: Snapshot) -> DataFrame:
@@ -411,7 +414,7 @@ def _without_carried(rows: DataFrame, shape: _Shape) -> DataFrame:
     """
     keyed = rows.withColumn(_HASH, _key_hash(rows, shape))
     # Each further sum costs as much as reading a column.
-    hashes = keyed.select(_HASH, _SIGN, *_hashes(keyed, shape)[:2])
+    hashes = keyed.select(_HASH, _SIGN, *_hashes_of(keyed, shape)[:2])
     changed = _changed(hashes, _HASH).select(_HASH).localCheckpoint()
     few = changed.count() <= _BROADCAST_MAX
     return keyed.join(F.broadcast(changed) if few else changed, _HASH, "left_semi").drop(_HASH)
@@ -431,7 +434,11 @@ def _key_hash(rows: DataFrame, shape: _Shape) -> Column:
         return F.xxhash64(ROW_ID)
     kinds = {field.name: field.dataType for field in rows.schema.fields}
     there = [place for place, _ in shape.columns if place in kinds]
-    return F.xxhash64(*(_comparable(F.col(place), kinds[place]) for place in there))
+    return F.xxhash64(*(comparable_form(F.col(place), kinds[place]) for place in there))
+
+
+def _hashes_of(rows: DataFrame, shape: _Shape) -> list[Column]:
+    return row_hashes(rows, [place for place, _ in shape.columns], F.col(_NAMED))
 
 
 def _by_identity(rows: DataFrame) -> DataFrame:
@@ -484,119 +491,12 @@ def _by_row(rows: DataFrame) -> DataFrame:
 
 def _changed(rows: DataFrame, by: str, *others: Column) -> DataFrame:
     """The groups whose rows before and after are not the same set, counted with their numbers."""
-    there = [name for name in _HASHES if name in rows.columns]
+    there = [name for name in HASHES if name in rows.columns]
     sums = {name: F.sum(F.col(name) * F.col(_SIGN)) for name in there}
     sums["more"] = F.sum(_SIGN)
     found = rows.groupBy(by).agg(*(each.alias(name) for name, each in sums.items()), *others)
     differs = reduce(lambda one, other: one | other, (F.col(name) != 0 for name in sums))
     return found.filter(differs)
-
-
-def _hashes(rows: DataFrame, shape: _Shape) -> list[Column]:
-    """Three hashes of 32 bits: sums of them over any number of rows do not overflow.
-
-    Spark's hash functions pass over nulls, so that (null, x) and (x, null) hash alike, and lists
-    run into one another: nulls and lengths are hashed as well. A row of which only the identifier
-    is known never cancels a real row: its hashes are zero.
-    """
-    kinds = {field.name: field.dataType for field in rows.schema.fields}
-    values = [(F.col(place), kinds[place]) for place, _ in shape.columns if place in kinds]
-    nested = [isinstance(kind, T.ArrayType | T.MapType | T.StructType) for _, kind in values]
-    told = [
-        _told(_comparable(value, kind), _comparable_kind(kind))
-        if deep
-        else _comparable(value, kind)
-        for (value, kind), deep in zip(values, nested, strict=True)
-    ]
-    plain = [value for (value, _), deep in zip(values, nested, strict=True) if not deep]
-    for start in range(0, len(plain), _BITS):
-        bits = [
-            F.when(value.isNull(), F.lit(1 << place)).otherwise(F.lit(0)).cast("long")
-            for place, value in enumerate(plain[start : start + _BITS])
-        ]
-        told.append(reduce(Column.bitwiseOR, bits))
-    whole, other = F.xxhash64(*told), F.hash(*told)
-    parts = [
-        F.shiftrightunsigned(whole, 32),
-        whole.bitwiseAND(F.lit(_LOW_BITS)),
-        other.cast("long").bitwiseAND(F.lit(_LOW_BITS)),
-    ]
-    return [
-        F.when(F.col(_NAMED), F.lit(0).cast("long")).otherwise(part).alias(name)
-        for name, part in zip(_HASHES, parts, strict=True)
-    ]
-
-
-def _told(value: Column, kind: T.DataType) -> Column:
-    """The value with its nulls and lengths spelled out, for hashing."""
-    if isinstance(kind, T.ArrayType):
-        each = F.transform(value, lambda item: _told(item, kind.elementType))
-        return F.struct(value.isNull(), F.size(value), each)
-    if isinstance(kind, T.StructType):
-        inner = (_told(value.getField(field.name), field.dataType) for field in kind.fields)
-        return F.struct(value.isNull(), *inner)
-    return F.struct(value.isNull(), value)
-
-
-def _is_negative_zero(value: Column) -> Column:
-    """Whether it is -0.0, which Spark groups and hashes as 0.0."""
-    return F.coalesce((value == 0) & value.cast("string").startswith("-"), F.lit(False))
-
-
-def _comparable(value: Column, kind: T.DataType) -> Column:
-    """The value in a form that can be compared by its bits and hashed.
-
-    Maps and variants cannot, and both zeros would be one.
-    """
-    if _is_comparable(kind):
-        return value
-    if isinstance(kind, _FLOATS):
-        return F.struct(value.alias("value"), _is_negative_zero(value).alias("negative"))
-    if isinstance(kind, T.MapType):
-        entries = F.transform(
-            F.map_entries(value),
-            lambda entry: F.struct(
-                entry.getField("key").alias("key"),
-                _comparable(entry.getField("value"), kind.valueType).alias("value"),
-            ),
-        )
-        return F.array_sort(entries)
-    if isinstance(kind, T.ArrayType):
-        return F.transform(value, lambda each: _comparable(each, kind.elementType))
-    if isinstance(kind, T.StructType):
-        inner = F.struct(
-            *(
-                _comparable(value.getField(field.name), field.dataType).alias(field.name)
-                for field in kind.fields
-            )
-        )
-        return F.when(value.isNotNull(), inner)
-    return F.to_json(value)
-
-
-def _comparable_kind(kind: T.DataType) -> T.DataType:
-    """The type of what `_comparable` makes of a value."""
-    if _is_comparable(kind):
-        return kind
-    if isinstance(kind, _FLOATS):
-        return T.StructType().add("value", kind).add("negative", T.BooleanType())
-    if isinstance(kind, T.MapType):
-        entry = T.StructType().add("key", kind.keyType)
-        return T.ArrayType(entry.add("value", _comparable_kind(kind.valueType)))
-    if isinstance(kind, T.ArrayType):
-        return T.ArrayType(_comparable_kind(kind.elementType))
-    if isinstance(kind, T.StructType):
-        fields = [T.StructField(each.name, _comparable_kind(each.dataType)) for each in kind.fields]
-        return T.StructType(fields)
-    return T.StringType()
-
-
-def _is_comparable(kind: T.DataType) -> bool:
-    if isinstance(kind, T.ArrayType):
-        return _is_comparable(kind.elementType)
-    if isinstance(kind, T.StructType):
-        return all(_is_comparable(field.dataType) for field in kind.fields)
-    return not isinstance(kind, T.MapType | T.VariantType | _FLOATS)
 
 
 def _document_id(parts: Sequence[tuple[Column, T.DataType]]) -> Column:
