@@ -20,9 +20,9 @@ from pyiceberg.types import (
 )
 
 from icestream.change import AT, OP, SEQ, Op
-from icestream.samples import FeedFolder
 from icestream.schema import Column, TableShape
 from icestream.sources import TableSplit
+from tests.captures import FeedFolder
 
 SHAPE = TableShape(
     columns=[

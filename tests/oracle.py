@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from icestream.samples import FeedFolder
+from tests.captures import FeedFolder
 
 SECOND = 1_000_000_000
 Hlc = tuple[int, int]

@@ -14,7 +14,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from icestream.samples import FeedFolder
+from tests.captures import FeedFolder
 
 SECOND = 1_000_000_000
 Hlc = tuple[int, int]

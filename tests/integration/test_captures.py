@@ -19,7 +19,7 @@ import pytest
 import yaml
 from pyspark.sql import SparkSession
 
-from icestream.samples import FeedFolder, Row, capture, capture_names, play
+from tests.captures import FeedFolder, Row, capture, capture_names, play
 from tests.integration import clickhouse
 from tests.integration.changelog import Hlc, by_key, comparable, hlc_text
 from tests.integration.pipelines import Shell, assert_refused, document, run_once

@@ -16,7 +16,7 @@ from confluent_kafka.admin import AdminClient
 from pyspark.sql import SparkSession
 
 from icestream.errors import DataRejected, HistoryLost, SourceUnavailable
-from icestream.samples import capture
+from tests.captures import capture
 from tests.changefeed import (
     Feed,
     Hlc,

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from pyspark.sql import SparkSession
 
-from icestream.samples import FeedFolder
+from tests.captures import FeedFolder
 from tests.integration.pipelines import document, run_once
 from tests.lake import Lake
 from tests.oracle import RandomFeed

@@ -15,7 +15,7 @@ import pytest
 from pyarrow.fs import LocalFileSystem, S3FileSystem, copy_files
 from pyspark.sql import SparkSession
 
-from icestream.samples import FeedFolder
+from tests.captures import FeedFolder
 from tests.integration.changelog import Change, Changelog, by_key, hlc_text
 from tests.integration.pipelines import document, run_once
 from tests.lake import Lake

@@ -14,7 +14,7 @@ from pyspark.sql import SparkSession
 from icestream import failpoints
 from icestream.errors import ConfigInvalid, DataRejected
 from icestream.iceberg.table import OWNER_PROPERTY
-from icestream.samples import FeedFolder
+from tests.captures import FeedFolder
 from tests.integration.pipelines import Shell, assert_refused, document, run_once
 from tests.integration.topics import NAMESPACE
 from tests.lake import Lake

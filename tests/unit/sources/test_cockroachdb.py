@@ -34,7 +34,6 @@ from icestream.errors import (
     SourceUnavailable,
 )
 from icestream.frontier import START, Frontier
-from icestream.samples import FeedFolder
 from icestream.schema import Reads, SchemaGap
 from icestream.sources.cockroachdb import CockroachdbOptions
 from icestream.sources.cockroachdb import files as feed_files
@@ -54,6 +53,7 @@ from icestream.sources.cockroachdb.hlc import (
 )
 from icestream.sources.json_cells import lines, members
 from icestream.sources.json_columns import infer_type
+from tests.captures import FeedFolder
 from tests.changefeed import UNBOUNDED
 
 SECOND = 1_000_000_000

@@ -12,7 +12,6 @@ from icestream.errors import HistoryLost
 from icestream.frontier import START, Frontier, Position
 from icestream.iceberg.files import DATA, FileClosed
 from icestream.pipeline import Cadence, Pipeline
-from icestream.samples import FeedFolder
 from icestream.sinks.iceberg import IcebergSink, IcebergSinkOptions
 from icestream.sources.cockroachdb import numbered
 from icestream.sources.cockroachdb.files import CockroachdbFiles, FeedFile
@@ -20,6 +19,7 @@ from icestream.sources.cockroachdb.hlc import after, parse_file_time
 from icestream.sources.cockroachdb.numbered import FOLDER, Numbered, Numbers, beginning, remembered
 from icestream.sources.cockroachdb.taken import without_rows
 from icestream.worker import Outcome
+from tests.captures import FeedFolder
 from tests.property.memory import Lake, MemoryCatalog
 from tests.unit.sources.test_cockroachdb import at, feed, hlc, read, source, wrapped
 

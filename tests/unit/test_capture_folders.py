@@ -6,10 +6,10 @@ import pytest
 
 from icestream.epoch import Epoch
 from icestream.frontier import START
-from icestream.samples import FeedFolder, capture, capture_names, play, resolved_of, with_key
 from icestream.sources.cockroachdb import CockroachdbOptions
 from icestream.sources.cockroachdb.files import CockroachdbFiles
 from icestream.sources.cockroachdb.hlc import resolved_of as resolved_of_frontier
+from tests.captures import FeedFolder, capture, capture_names, play, resolved_of, with_key
 from tests.changefeed import UNBOUNDED
 
 
