@@ -1,6 +1,102 @@
-"""Every metric icestream exposes, in Prometheus' form; seconds and bytes throughout."""
+"""Every metric icestream exposes, in Prometheus' form; seconds and bytes throughout.
 
-from prometheus_client import Counter, Gauge, Histogram
+Metrics are shown by the coordinator. A worker is another process, perhaps on another machine: what
+it counts is kept (`taken`), travels with its reports (`icestream.report`) and is added up by the
+coordinator (`add`). Only counters can be added up. A gauge or histogram that a worker touches is
+refused: its value would be lost.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import prometheus_client
+
+from icestream.errors import check
+
+Counts = Mapping[tuple[str, tuple[str, ...]], float]
+"""How much was counted, by the name of a counter and its labels."""
+
+_counters: "dict[str, Counter]" = {}
+# What this process has counted and not told yet; None on the coordinator, where nothing is kept.
+_untold: dict[tuple[str, tuple[str, ...]], float] | None = None
+
+
+def become_worker() -> None:
+    """Keep what is counted from here on, in this process, for the coordinator."""
+    global _untold
+    _untold = {}
+
+
+def taken() -> Counts:
+    """What this worker has counted since this was last asked; nothing on the coordinator."""
+    global _untold
+    counts = _untold or {}
+    if counts:
+        _untold = {}
+    return counts
+
+
+def add(counts: Counts) -> None:
+    """Add what workers have counted to this process's counters."""
+    for (name, labels), amount in counts.items():
+        counter = _counters[name]
+        (counter.labels(*labels) if labels else counter).inc(amount)
+
+
+class Counter(prometheus_client.Counter):
+    """A counter that workers may use as well."""
+
+    def __init__(self, name: str, *args: Any, **options: Any):
+        super().__init__(name, *args, **options)
+        self._called = name
+        # One with labels makes others of its kind, one for each set of values.
+        _counters.setdefault(name, self)
+
+    def inc(self, amount: float = 1, exemplar: dict[str, str] | None = None) -> None:
+        """Add to it, here or by way of a report."""
+        if _untold is None:
+            super().inc(amount, exemplar)
+            return
+        key = (self._called, self._labelvalues)
+        _untold[key] = _untold.get(key, 0) + amount
+
+
+class Gauge(prometheus_client.Gauge):
+    """A gauge, which only the coordinator may use."""
+
+    def set(self, value: float) -> None:
+        """Show this value."""
+        _refuse_on_worker(self)
+        super().set(value)
+
+    def inc(self, amount: float = 1) -> None:
+        """Show a higher value."""
+        _refuse_on_worker(self)
+        super().inc(amount)
+
+    def dec(self, amount: float = 1) -> None:
+        """Show a lower value."""
+        _refuse_on_worker(self)
+        super().dec(amount)
+
+    def set_function(self, f: Callable[[], float]) -> None:
+        """Show what a function says, whenever somebody looks."""
+        _refuse_on_worker(self)
+        super().set_function(f)
+
+
+class Histogram(prometheus_client.Histogram):
+    """A histogram, which only the coordinator may use."""
+
+    def observe(self, amount: float, exemplar: dict[str, str] | None = None) -> None:
+        """Count the value among its like."""
+        _refuse_on_worker(self)
+        super().observe(amount, exemplar)
+
+
+def _refuse_on_worker(metric: Gauge | Histogram) -> None:
+    check(_untold is None, f"metric {metric._name} is not used on a worker: only counters are")
+
 
 FILES_CLOSED = Counter(
     "iceberg_files_closed_total", "Files that workers closed.", ["table", "kind"]

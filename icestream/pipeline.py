@@ -16,7 +16,6 @@ its frontier advances in memory, and becomes durable with the next epoch or hear
 """
 
 import itertools
-import json
 import logging
 import math
 import threading
@@ -48,6 +47,7 @@ from icestream.errors import (
 )
 from icestream.frontier import Frontier
 from icestream.patience import Patience, Stopped, Trouble
+from icestream.report import describe
 from icestream.schema import (
     Column,
     TableShape,
@@ -67,7 +67,7 @@ from icestream.sources import (
     TablesUnready,
     ValuesNeeded,
 )
-from icestream.worker import Outcome, Unready, describe
+from icestream.worker import Outcome, Unready
 
 log = logging.getLogger(__name__)
 
@@ -373,7 +373,7 @@ class Pipeline:
             written = self._write(
                 epoch, splits, takes_part=_all_but(others), looked_up=_all_but(excused)
             )
-            found = {str(json.loads(report)["table"]) for report in written.reports}
+            found = {report.table for report in written.reports}
             self._refuse_loss(resume, epoch, found | written.emptied, excused)
             return written
 
@@ -691,7 +691,7 @@ class Pipeline:
                 self._source.learn(learned)
             return Written(
                 epoch=epoch,
-                reports=[r for r in outcome.reports if takes_part(str(json.loads(r)["table"]))],
+                reports=[r for r in outcome.reports if takes_part(r.table)],
                 writer=writer,
                 labels=self._source.summary(epoch),
                 emptied=emptied & set(tables),

@@ -14,7 +14,7 @@ from zipimport import zipimporter
 
 from pyspark import daemon
 
-from icestream import config  # noqa: F401
+from icestream import config, metrics  # noqa: F401
 
 
 def _forget_archives() -> None:
@@ -33,5 +33,6 @@ def _forget_archives() -> None:
 
 if __name__ == "__main__":
     _forget_archives()
+    metrics.become_worker()
     gc.freeze()
     cast(Any, daemon).manager()

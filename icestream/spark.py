@@ -49,6 +49,7 @@ from pyspark.sql.types import BinaryType, StringType, StructField, StructType
 
 from icestream.errors import DataRejected, SparkFailed
 from icestream.java import cache_folder, jars, java_home, quiet_java, write_atomically
+from icestream.report import Row
 
 # Rows that are looked up pass through the coordinator and the closures of tasks: so many bytes of
 # them at most, and fewer rows than this are not measured before.
@@ -67,9 +68,6 @@ _BUNDLES = {
     ("gs:",): f"org.apache.iceberg:iceberg-gcp-bundle:{ICEBERG_VERSION}",
     ("abfs:", "abfss:", "wasb:"): f"org.apache.iceberg:iceberg-azure-bundle:{ICEBERG_VERSION}",
 }
-
-Row = tuple[str, int, bytes]
-"""What tasks hand on: a kind, a bucket and a payload."""
 
 _TRIED_AGAIN = "Look at the Spark log; the epoch will be tried again."
 ROW_SCHEMA = "kind string, bucket int, payload binary"

@@ -4,14 +4,13 @@
     split ──read──► changes ──► by key hash ══shuffle══► write  (else)
     split ──read──► columns ──► select ──► as above            (transformed tables)
 
-Errors that a person must decide on are reported as values: a task that raised them would be
-retried for nothing and its message lost in Spark's. So are icestream's own defects. A task reports
-that it is done only after all its files are reported.
+What a worker tells is typed in `icestream.report`. Errors that a person must decide on are reported
+as values: a task that raised them would be retried for nothing and its message lost in Spark's. So
+are icestream's own defects. A task reports that it is done only after all its files are reported.
 """
 
 import itertools
 import json
-import pickle
 import struct
 import traceback
 from collections import Counter
@@ -33,6 +32,7 @@ from icestream import failpoints
 from icestream.change import AT, OP, SEQ, Op
 from icestream.errors import Broken, DataRejected, IcestreamError, check
 from icestream.iceberg.rows import from_spark, to_spark
+from icestream.report import Done, Raised, Report, Row, decode, encode, encode_counts
 from icestream.schema import SchemaGap, arrow_schema, schema_from_json
 from icestream.sinks import Writer
 from icestream.sinks.transformed import TransformingWriter
@@ -48,7 +48,6 @@ from icestream.sources import (
 from icestream.sources.iceberg import changelog
 from icestream.sources.named_columns import refuse_gone
 from icestream.spark import (
-    Row,
     as_retryable,
     as_rows,
     attempt_number,
@@ -70,12 +69,8 @@ from icestream.transform import (
 )
 from icestream.transform.spark_schema import in_arrow
 
-FILE = "file"
-DONE = "done"
-ERROR = "error"
+# A row with changes that are to be brought together by key; every other row is a message.
 CHANGES = "changes"
-NEEDED = "needed"
-LACKS = "lacks"
 
 # Changes travel through the shuffle in pieces that neither side has to hold many of.
 _PIECE_ROWS = 65_536
@@ -95,6 +90,8 @@ _DEFECTS = (
     TypeError,
     ValueError,
 )
+# What a split asks for, and what a person must decide.
+_TOLD = (IcestreamError, SchemaGap, TablesUnready, ValuesNeeded)
 _FRAMES_SHOWN = 3
 # ISO 8601, to the microsecond; a timestamp with a zone is shown in UTC.
 _JSON_FORMATS = {
@@ -162,7 +159,7 @@ class Unready(Exception):
 class Outcome:
     """What all tasks of an epoch reported."""
 
-    reports: Sequence[str]
+    reports: Sequence[Report]
     rows: int
     learned: Sequence[object]
 
@@ -181,7 +178,7 @@ def write_epoch(
     ]
 
     def gather(rows: Iterator[Row]) -> Iterator[Row]:
-        return _write_gathered(rows, writer, shares)
+        return _counted(_write_gathered(rows, writer, shares))
 
     rows = run_tasks(spark, tasks, _work, gather if shares.starts else None, description)
     return _outcome(rows, len(tasks))
@@ -220,35 +217,50 @@ def write_transformed(
         frame = together.sortWithinPartitions(BUCKET, TASK, ROW)
 
     def write(batches: Iterable[pa.RecordBatch]) -> Iterator[Row]:
-        return _write_gathered(_write_typed(batches, writer, typed), writer, shares)
+        rows = _write_typed(batches, writer, typed)
+        return _counted(_write_gathered(rows, writer, shares))
 
     return _outcome(run_frame(frame, write, description), len(tasks))
 
 
 def _outcome(rows: Iterable[Row], tasks: int) -> Outcome:
     """What all tasks reported; raises the first error among it."""
-    reports, learned, seen, needed, lacks, read, done = [], [], [], [], [], 0, 0
-    for kind, _, payload in rows:
-        if kind == ERROR:
-            raise pickle.loads(payload)
-        if kind == NEEDED:
-            needed.append(pickle.loads(payload))
-        if kind == LACKS:
-            lacks.append(pickle.loads(payload))
-        if kind == FILE:
-            reports.append(payload.decode())
-        if kind == DONE:
-            report = pickle.loads(payload)
-            read, done = read + report["rows"], done + 1
-            learned.append(report["learned"])
-            seen.append(report["seen"])
+    messages = decode(rows)
+    errors = [message.error for message in messages if isinstance(message, Raised)]
+    for error in errors:
+        if isinstance(error, IcestreamError):
+            raise error
+    needed = [error for error in errors if isinstance(error, ValuesNeeded)]
+    lacks = [error for error in errors if isinstance(error, SchemaGap | TablesUnready)]
+    check(len(needed) + len(lacks) == len(errors), "a worker tells what the coordinator knows")
     if lacks:
         raise Unready(lacks)
     if needed:
         raise joined_needs(needed)
-    check(done >= tasks, "every task of the epoch reports that it is done")
-    refuse_gone(seen)
-    return Outcome(reports=reports, rows=read, learned=learned)
+    done = [message for message in messages if isinstance(message, Done)]
+    check(len(done) >= tasks, "every task of the epoch reports that it is done")
+    refuse_gone([each.columns_seen for each in done])
+    return Outcome(
+        reports=[message for message in messages if isinstance(message, Report)],
+        rows=sum(each.rows for each in done),
+        learned=[each.learned for each in done],
+    )
+
+
+def _told(work: Iterator[Any]) -> Iterator[Any]:
+    """What a task gives; an error that no second attempt makes go away is its last message."""
+    try:
+        yield from work
+    except _TOLD as error:
+        yield encode(Raised(error))
+    except _DEFECTS as error:
+        yield encode(Raised(_broken(error)))
+
+
+def _counted(work: Iterator[Any]) -> Iterator[Any]:
+    """What a task gives, and then what it has counted."""
+    yield from work
+    yield from encode_counts()
 
 
 def write_events(
@@ -262,7 +274,7 @@ def write_events(
 
     Spark makes the documents, so that they reach the writer as columns of ready text.
     """
-    reports, read = [], 0
+    outcomes = []
     for split in splits:
         try:
             with as_retryable(f"could not read the changes of table {split.table}"):
@@ -270,16 +282,12 @@ def write_events(
             if frame is None:
                 continue
             send = partial(_send, split.table, split.identified, writer)
-            for kind, _, payload in run_frame(_documents(frame, split.version), send, description):
-                if kind == ERROR:
-                    raise pickle.loads(payload)
-                if kind == FILE:
-                    reports.append(payload.decode())
-                if kind == DONE:
-                    read += pickle.loads(payload)
+            rows = run_frame(_documents(frame, split.version), send, description)
+            outcomes.append(_outcome(rows, 0))
         finally:
             split.close()
-    return Outcome(reports=reports, rows=read, learned=[])
+    reports = [report for outcome in outcomes for report in outcome.reports]
+    return Outcome(reports=reports, rows=sum(each.rows for each in outcomes), learned=[])
 
 
 def events_as_json(events: DataFrame) -> Iterator[dict[str, Any]]:
@@ -328,20 +336,20 @@ def _send(
     """Everything that happens to one partition of documents on its worker."""
     if attempt_number() == 0:
         failpoints.reach(failpoints.IN_WORKER)
+    return _counted(_told(_send_batches(table, identified, writer, batches)))
+
+
+def _send_batches(
+    table: str, identified: bool, writer: Writer, batches: Iterable[pa.RecordBatch]
+) -> Iterator[Row]:
     read = 0
-    try:
-        for number, batch in enumerate(batches):
-            changes = pa.table(batch.columns, names=[OP, AT, "id", "document"])
-            _refuse_nameless(table, identified, changes)
-            read += changes.num_rows
-            if changes.num_rows:
-                for report in writer.write(table, f"{number}", changes, each_key_once=True):
-                    yield FILE, 0, report.encode()
-        yield DONE, 0, pickle.dumps(read)
-    except IcestreamError as error:
-        yield ERROR, 0, pickle.dumps(error)
-    except _DEFECTS as error:
-        yield ERROR, 0, pickle.dumps(_broken(error))
+    for number, batch in enumerate(batches):
+        changes = pa.table(batch.columns, names=[OP, AT, "id", "document"])
+        _refuse_nameless(table, identified, changes)
+        read += changes.num_rows
+        if changes.num_rows:
+            yield from map(encode, writer.write(table, f"{number}", changes, each_key_once=True))
+    yield encode(Done(rows=read))
 
 
 def _refuse_nameless(table: str, identified: bool, changes: pa.Table) -> None:
@@ -382,33 +390,27 @@ def _work(task: Task, columns: "_Columns | None" = None) -> Iterator[Any]:
     """Everything that happens to one split on its worker: rows, and batches of `columns`."""
     if attempt_number() == 0:
         failpoints.reach(failpoints.IN_WORKER)
-    try:
-        read, gathered = 0, 0
-        pieces: dict[str, list[pa.Table]] = {}
-        for batch, (table, changes) in enumerate(task.split.changes(task.writer)):
-            read += changes.num_rows
-            if columns is not None and columns.takes(table):
-                yield from columns.batches(table, changes)
-            elif table in task.shares.starts:
-                yield from _by_bucket(table, changes, batch, task)
-            elif changes.num_rows:
-                pieces.setdefault(table, []).append(changes)
-                gathered += changes.nbytes
-            if task.split.each_key_once and gathered >= _WRITE_BYTES:
-                yield from _write(task, f"{task.number:05d}.{batch}", pieces)
-                pieces, gathered = {}, 0
-        yield from _write(task, f"{task.number:05d}", pieces)
-        seen = task.split.columns_seen() if isinstance(task.split, ComparedSplit) else {}
-        report = {"rows": read, "learned": task.split.learned(), "seen": seen}
-        yield DONE, 0, pickle.dumps(report)
-    except ValuesNeeded as need:
-        yield NEEDED, 0, pickle.dumps(need)
-    except (SchemaGap, TablesUnready) as lack:
-        yield LACKS, 0, pickle.dumps(lack)
-    except IcestreamError as error:
-        yield ERROR, 0, pickle.dumps(error)
-    except _DEFECTS as error:
-        yield ERROR, 0, pickle.dumps(_broken(error))
+    return _counted(_told(_read_and_write(task, columns)))
+
+
+def _read_and_write(task: Task, columns: "_Columns | None") -> Iterator[Any]:
+    read, gathered = 0, 0
+    pieces: dict[str, list[pa.Table]] = {}
+    for batch, (table, changes) in enumerate(task.split.changes(task.writer)):
+        read += changes.num_rows
+        if columns is not None and columns.takes(table):
+            yield from columns.batches(table, changes)
+        elif table in task.shares.starts:
+            yield from _by_bucket(table, changes, batch, task)
+        elif changes.num_rows:
+            pieces.setdefault(table, []).append(changes)
+            gathered += changes.nbytes
+        if task.split.each_key_once and gathered >= _WRITE_BYTES:
+            yield from _write(task, f"{task.number:05d}.{batch}", pieces)
+            pieces, gathered = {}, 0
+    yield from _write(task, f"{task.number:05d}", pieces)
+    seen = task.split.columns_seen() if isinstance(task.split, ComparedSplit) else {}
+    yield encode(Done(rows=read, learned=task.split.learned(), columns_seen=seen))
 
 
 def _write(task: Task, shard: str, pieces: Mapping[str, Sequence[pa.Table]]) -> Iterator[Row]:
@@ -416,8 +418,7 @@ def _write(task: Task, shard: str, pieces: Mapping[str, Sequence[pa.Table]]) -> 
     once = task.split.each_key_once
     for table, changes in pieces.items():
         together = pa.concat_tables(changes, promote_options="permissive")
-        for report in task.writer.write(table, shard, together, once):
-            yield FILE, 0, report.encode()
+        yield from map(encode, task.writer.write(table, shard, together, once))
 
 
 def _by_bucket(table: str, changes: pa.Table, batch: int, task: Task) -> Iterator[Row]:
@@ -599,14 +600,13 @@ def _write_selected(
     place, number = divmod(bucket - typed.start, typed.width)
     table = typed.tables[place]
     shard = f"b{bucket:05d}" if table in typed.shared else f"{number:05d}{suffix}"
-    try:
+
+    def write() -> Iterator[Row]:
         changes = _selected(pieces, place, writer)
-        for report in writer.write(table, shard, changes, _piecemeal(bucket, typed)):
-            yield FILE, 0, report.encode()
-    except IcestreamError as error:
-        yield ERROR, 0, pickle.dumps(error)
-    except _DEFECTS as error:
-        yield ERROR, 0, pickle.dumps(_broken(error))
+        yield from map(encode, writer.write(table, shard, changes, _piecemeal(bucket, typed)))
+
+    # The rows that follow must pass by even if this table cannot be written.
+    yield from _told(write())
 
 
 def _selected(pieces: Sequence[pa.RecordBatch], place: int, writer: TransformingWriter) -> pa.Table:
@@ -654,16 +654,15 @@ def _write_bucket(
     bucket: int, pieces: list[bytes], writer: Writer, shares: Shares
 ) -> Iterator[Row]:
     table = shares.table(bucket)
-    try:
+
+    def write() -> Iterator[Row]:
         streams = [pa.py_buffer(piece).slice(_PLACE.size) for piece in sorted(pieces)]
         batches = [pa.ipc.open_stream(stream).read_all() for stream in streams]
         changes = pa.concat_tables(batches, promote_options="permissive")
-        for report in writer.write(table, f"b{bucket:05d}", changes):
-            yield FILE, 0, report.encode()
-    except IcestreamError as error:
-        yield ERROR, 0, pickle.dumps(error)
-    except _DEFECTS as error:
-        yield ERROR, 0, pickle.dumps(_broken(error))
+        yield from map(encode, writer.write(table, f"b{bucket:05d}", changes))
+
+    # The rows that follow must pass by even if this bucket cannot be written.
+    yield from _told(write())
 
 
 def _broken(error: Exception) -> Broken:
@@ -677,24 +676,10 @@ def _broken(error: Exception) -> Broken:
     )
 
 
-def describe(reports: Sequence[str]) -> dict[str, int]:
-    """Counts of what was reported, for the log."""
-    files = [json.loads(report) for report in reports]
-    return {
-        "files": len(files),
-        "bytes": sum(file["size_bytes"] for file in files),
-    }
-
-
 def map_tasks(spark: SparkSession, tasks: Sequence["Runnable"]) -> list[object]:
     """Run small tasks of a source's own on workers and return their results, in any order."""
-    results = []
-    for kind, _, payload in run_tasks(spark, tasks, _run, description="index"):
-        value = pickle.loads(payload)
-        if kind == ERROR:
-            raise value
-        results.append(value)
-    return results
+    rows = run_tasks(spark, tasks, _run, description="index")
+    return list(_outcome(rows, len(tasks)).learned)
 
 
 class Runnable(Protocol):
@@ -706,9 +691,7 @@ class Runnable(Protocol):
 
 
 def _run(task: Runnable) -> Iterator[Row]:
-    try:
-        yield DONE, 0, pickle.dumps(task.run())
-    except IcestreamError as error:
-        yield ERROR, 0, pickle.dumps(error)
-    except _DEFECTS as error:
-        yield ERROR, 0, pickle.dumps(_broken(error))
+    def run() -> Iterator[Row]:
+        yield encode(Done(learned=task.run()))
+
+    return _counted(_told(run()))

@@ -31,10 +31,11 @@ LAYERS = (
     ("change", "schema"),
     ("frontier",),
     ("java",),
-    ("patience",),
+    ("patience", "report"),
+    ("metrics",),
     ("kernels",),
     ("errors",),
-    ("metrics", "failpoints"),
+    ("failpoints",),
 )
 # Sample data is for showing and testing; nothing that runs may lean on it.
 IMPORTERS_OF_SAMPLES = {"demo"}

@@ -38,6 +38,7 @@ from pyiceberg.types import (
 )
 
 from icestream.errors import TargetUnavailable, check
+from icestream.report import Report
 
 DATA = "data"
 EQUALITY_DELETES = "equality-deletes"
@@ -80,16 +81,24 @@ class FileClosed:
         text = json.dumps(data, sort_keys=True, separators=(",", ":"), default=list)
         return hashlib.sha256(text.encode()).hexdigest()
 
-    def to_json(self) -> str:
-        """The report as a worker sends it."""
-        data = {name: getattr(self, name) for name in self.__slots__ if name != "sha256"}
-        return json.dumps({**data, "sha256": self.digest()}, default=list)
+    def report(self) -> Report:
+        """The report that a worker sends of it, under a hash over everything."""
+        sealed = replace(self, sha256=self.digest())
+        return Report(
+            table=self.table,
+            kind=self.kind,
+            rows=self.record_count,
+            size_bytes=self.size_bytes,
+            payload=sealed,
+        )
 
     @staticmethod
-    def from_json(text: str | bytes) -> "FileClosed":
-        """The report as the coordinator receives it; refuses one that was altered on the way."""
-        file = FileClosed(**json.loads(text))
-        check(file.sha256 == file.digest(), f"the report of {file.path} arrives as it was sent")
+    def of(report: Report) -> "FileClosed":
+        """The file of a report; refuses one that was altered on the way."""
+        file = report.payload
+        check(isinstance(file, FileClosed), "an Iceberg table is sent reports of its files")
+        assert isinstance(file, FileClosed)
+        check(file.report() == report, f"the report of {file.path} arrives as it was sent")
         return file
 
     def content_json(self) -> str:

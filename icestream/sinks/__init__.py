@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from icestream.epoch import Epoch, Progress
 from icestream.frontier import Frontier
+from icestream.report import Report
 from icestream.schema import Column, Reads, TableShape
 
 
@@ -40,8 +41,8 @@ class Writer(Protocol):
 
     def write(
         self, table: str, shard: str, changes: pa.Table, each_key_once: bool = False
-    ) -> Iterator[str]:
-        """Write changes and report each file closed, as JSON; a second call does the same again."""
+    ) -> Iterator[Report]:
+        """Write changes and report what was written; a second call does the same again."""
         ...
 
 
@@ -67,7 +68,7 @@ class Written:
     """
 
     epoch: Epoch
-    reports: Sequence[str]
+    reports: Sequence[Report]
     writer: Writer | None
     labels: Mapping[str, str]
     replaying: bool = False

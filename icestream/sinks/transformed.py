@@ -19,6 +19,7 @@ from pyiceberg.types import IcebergType
 from icestream.epoch import Epoch, Progress
 from icestream.errors import ConfigInvalid, check
 from icestream.frontier import Frontier
+from icestream.report import Report
 from icestream.schema import (
     Column,
     Reads,
@@ -78,7 +79,7 @@ class TransformingWriter:
 
     def write(
         self, table: str, shard: str, changes: pa.Table, each_key_once: bool = False
-    ) -> Iterator[str]:
+    ) -> Iterator[Report]:
         """Write changes as the table takes them, of a transformed table the selected ones."""
         return self.inner.write(table, shard, changes, each_key_once)
 

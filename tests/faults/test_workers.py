@@ -1,7 +1,7 @@
 """Workers that die, run twice or report what cannot be: one epoch stays one commit."""
 
-import json
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 from pyspark.sql import SparkSession
@@ -10,6 +10,7 @@ from icestream.config import open_sink, open_source
 from icestream.errors import Broken
 from icestream.iceberg.files import FileClosed
 from icestream.pipeline import Cadence, Pipeline
+from icestream.report import Report
 from icestream.sinks import Writer
 from icestream.sources import Split
 from icestream.worker import Outcome, write_epoch
@@ -17,7 +18,7 @@ from tests.faults.checking import PIPELINE, exists, resolved
 from tests.faults.conftest import MakeShop
 from tests.faults.shop import Shop
 
-Alter = Callable[[Sequence[str], Sequence[str]], Sequence[str]]
+Alter = Callable[[Sequence[Report], Sequence[Report]], Sequence[Report]]
 
 
 @pytest.fixture
@@ -73,10 +74,9 @@ def test_one_path_with_two_contents_stops_the_run_before_anything_is_committed(s
     """I4: a repeated path with another hash is refused."""
     shop.epochs(2)
 
-    def one_row_more(first: Sequence[str], _: Sequence[str]) -> list[str]:
-        file = json.loads(first[0])
-        file["record_count"] += 1
-        return [FileClosed(**{**file, "sha256": ""}).to_json()]
+    def one_row_more(first: Sequence[Report], _: Sequence[Report]) -> list[Report]:
+        file = FileClosed.of(first[0])
+        return [replace(file, record_count=file.record_count + 1).report()]
 
     with pytest.raises(Broken, match="two different files were reported under s3://") as broken:
         pipeline_with(shop, one_row_more).run(once=True)
@@ -90,8 +90,9 @@ def test_a_report_that_was_altered_on_its_way_is_refused(shop: Shop) -> None:
     """I3: the hash covers everything that is reported."""
     shop.epochs(1)
 
-    def altered(_: Sequence[str], second: Sequence[str]) -> list[str]:
-        return [json.dumps({**json.loads(second[0]), "record_count": 1_000})]
+    def altered(_: Sequence[Report], second: Sequence[Report]) -> list[Report]:
+        file = replace(FileClosed.of(second[0]), record_count=1_000)
+        return [replace(second[0], payload=file)]
 
     with pytest.raises(Broken, match="arrives as it was sent"):
         pipeline_with(shop, altered).run(once=True)

@@ -641,7 +641,7 @@ def test_the_same_changes_again_change_nothing_and_older_ones_are_superseded(
     first = send(sink, newer)
     assert send(sink, newer) == first
     (late,) = send(sink, changes(["a", "b", "c"], version=7))
-    assert (json.loads(late)["superseded"], json.loads(late)["indexed"]) == (3, 0)
+    assert (late.payload.superseded, late.payload.indexed) == (3, 0)
     assert document(node, "a")["_source"]["name"] == "v8"
     assert document(node, "a")["_version"] == 8
     assert document(node, "c")["found"] is False
@@ -652,9 +652,9 @@ def test_a_document_that_is_missing_can_be_deleted(node: OpenSearch) -> None:
     """O12: its delete is acknowledged, and an older version does not come after it."""
     sink = started(node)
     (report,) = send(sink, changes(["never"], version=5, deletes=["never"]))
-    assert (json.loads(report)["deleted"], json.loads(report)["dead_letters"]) == (1, 0)
+    assert (report.payload.deleted, report.payload.dead_letters) == (1, 0)
     (report,) = send(sink, changes(["never"], version=4))
-    assert json.loads(report)["superseded"] == 1
+    assert report.payload.superseded == 1
     assert count(node) == 0
 
 
@@ -703,7 +703,7 @@ def test_a_document_that_is_refused_becomes_a_dead_letter_once(node: OpenSearch)
     sink = started(node, on_error="dead_letter")
     for _ in range(2):
         (report,) = send(sink, poisoned(10_000))
-        assert (json.loads(report)["indexed"], json.loads(report)["dead_letters"]) == (9999, 1)
+        assert (report.payload.indexed, report.payload.dead_letters) == (9999, 1)
     assert count(node) == 9999
     assert count(node, "shop.orders__dead_letters") == 1
     (hit,) = ask(node, "GET", "/shop.orders__dead_letters/_search")["hits"]["hits"]
@@ -754,11 +754,11 @@ def test_an_id_that_opensearch_does_not_take_does_not_spoil_others(
     assert answer.status_code == 400
     sink = started(node, on_error="dead_letter")
     (report,) = send(sink, changes(["a", id_, "x" * 512]))
-    assert (json.loads(report)["indexed"], json.loads(report)["dead_letters"]) == (2, 1)
+    assert (report.payload.indexed, report.payload.dead_letters) == (2, 1)
     (hit,) = searched(node, "shop.orders__dead_letters")
     assert hit["_source"]["document_id"] == id_
     (report,) = send(sink, changes(["a", id_], version=6, deletes=["a", id_]))
-    assert (json.loads(report)["deleted"], json.loads(report)["dead_letters"]) == (2, 0)
+    assert (report.payload.deleted, report.payload.dead_letters) == (2, 0)
 
 
 def searched(node: OpenSearch, index: str) -> list[dict[str, Any]]:
@@ -775,7 +775,7 @@ def test_a_request_that_is_larger_than_the_node_takes_is_split(node: OpenSearch)
     documents = [json.dumps({"id": place, "text": text}) for place, text in enumerate(parts)]
     table = table.set_column(3, "document", pa.array(documents))
     (report,) = send(sink, table)
-    assert json.loads(report)["indexed"] == 3
+    assert report.payload.indexed == 3
 
 
 def test_answers_that_are_lost_or_refused_in_the_middle_double_nothing(
@@ -788,7 +788,7 @@ def test_answers_that_are_lost_or_refused_in_the_middle_double_nothing(
     proxy.on("POST", "_bulk").answer_500_after(503)
     proxy.on("POST", "_bulk").cut_before()
     (report,) = send(sink, changes([f"k{number}" for number in range(1000)]))
-    assert (json.loads(report)["indexed"], json.loads(report)["retries"]) == (1000, 4)
+    assert (report.payload.indexed, report.payload.retries) == (1000, 4)
     assert count(node) == 1000
 
 
@@ -819,8 +819,8 @@ def test_a_node_that_restarts_in_mid_write_delays_it(
         (report,) = send(sink, changes([f"k{number}" for number in range(1000)]))
     finally:
         reviver.join()
-    assert json.loads(report)["indexed"] == 1000
-    assert json.loads(report)["retries"] > 0
+    assert report.payload.indexed == 1000
+    assert report.payload.retries > 0
     assert count(node) == 1001
 
 

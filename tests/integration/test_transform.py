@@ -2,7 +2,6 @@
 
 import datetime as dt
 import hashlib
-import json
 import random
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -46,6 +45,8 @@ from icestream.config import open_catalog
 from icestream.epoch import Epoch
 from icestream.errors import ConfigInvalid, DataRejected, SchemaRejected
 from icestream.frontier import Frontier
+from icestream.iceberg.files import FileClosed
+from icestream.report import Report
 from icestream.schema import TableShape, arrow_schema, schema_from_json
 from icestream.sinks import Written
 from icestream.sinks.iceberg import IcebergSink, IcebergSinkOptions
@@ -312,16 +313,16 @@ class Fed:
         return outcome.rows
 
 
-def _digests(reports: Sequence[str]) -> dict[str, tuple[Any, ...]]:
+def _digests(reports: Sequence[Report]) -> dict[str, tuple[Any, ...]]:
     """What a file holds, by its path without the name of the attempt."""
-    files = [json.loads(report) for report in reports]
+    files = [FileClosed.of(report) for report in reports]
     return {
-        f["path"].replace(f["attempt"], ""): (
-            f["record_count"],
-            f["size_bytes"],
-            str(f["metrics"]),
+        file.path.replace(file.attempt, ""): (
+            file.record_count,
+            file.size_bytes,
+            str(file.metrics),
         )
-        for f in files
+        for file in files
     }
 
 

@@ -6,14 +6,18 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib import import_module
 from zipimport import zipimporter
 
 import pytest
 from pyspark.sql import SparkSession
 
-from icestream.errors import Retryable
-from icestream.spark import Row, run_tasks
+from icestream import metrics
+from icestream.errors import Broken, Retryable
+from icestream.report import Row
+from icestream.spark import run_tasks
+from icestream.worker import map_tasks
 
 MODULES = ("icestream.worker", "icestream.sources.kafka", "icestream.sinks.iceberg", "pandas")
 # Modules that nothing else imports: Python searches its path for them.
@@ -54,3 +58,30 @@ def test_a_worker_that_is_killed_again_and_again_is_passing_trouble(spark: Spark
     with pytest.raises(Retryable) as stopped:
         run_tasks(spark, [1], killed)
     assert "exited unexpectedly" in str(stopped.value.detail)
+
+
+@dataclass(frozen=True)
+class Counting:
+    """A task that counts on its worker, and one that sets what no worker may set."""
+
+    amount: int
+    gauge: bool = False
+
+    def run(self) -> int:
+        """Count, and tell the process."""
+        metrics.BULK_RETRIES.labels("counted on workers").inc(self.amount)
+        if self.gauge:
+            metrics.LAG_SECONDS.labels("p").set(1)
+        return os.getpid()
+
+
+def test_what_a_worker_counts_is_shown_by_the_coordinator(spark: SparkSession) -> None:
+    """U5: a worker is another process; what it counted was lost, and nobody said so."""
+    shown = metrics.BULK_RETRIES.labels("counted on workers")
+    for total in (15, 30):
+        processes = map_tasks(spark, [Counting(amount) for amount in (1, 2, 3, 4, 5)])
+        assert os.getpid() not in processes
+        assert shown._value.get() == total
+    with pytest.raises(Broken, match="icestream_lag_seconds is not used on a worker"):
+        map_tasks(spark, [Counting(1, gauge=True)])
+    assert shown._value.get() == 31

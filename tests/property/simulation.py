@@ -61,6 +61,7 @@ from icestream.iceberg import progress as summaries
 from icestream.iceberg.files import DATA, FileClosed
 from icestream.iceberg.handle import TableName
 from icestream.pipeline import Cadence, Pipeline
+from icestream.report import Report
 from icestream.schema import Column, SchemaGap, TableShape
 from icestream.sinks.iceberg import IcebergSink, IcebergSinkOptions
 from icestream.sinks.iceberg.writer import IcebergWriter
@@ -513,7 +514,7 @@ class Process(Wire):
         self, splits: Sequence[Any], writer: Any, keyed: bool, description: str
     ) -> Outcome:
         """What workers do, in this process and without Parquet."""
-        reports: list[str] = []
+        reports: list[Report] = []
         unready: list[SchemaGap | TablesUnready] = []
         needs: dict[str, set[int]] = {}
         world = self.world
@@ -537,7 +538,7 @@ class Process(Wire):
             elif not unready and not needs:
                 for table, rows in parts.items():
                     report = world.write_file(self, writer, table, rows, number)
-                    world.check_stored(split, FileClosed.from_json(report).path)
+                    world.check_stored(split, FileClosed.of(report).path)
                     reports.append(report)
         if unready:
             raise Unready(unready)
@@ -664,7 +665,7 @@ class World:
 
     def write_file(
         self, process: Process, writer: IcebergWriter, table: str, rows: Sequence[int], number: int
-    ) -> str:
+    ) -> Report:
         """A worker closes a file, at the place where the real one would put it."""
         target = writer.targets[table]
 
@@ -697,7 +698,7 @@ class World:
             record_count=len(rows),
             size_bytes=content.size_bytes,
             partition={},
-        ).to_json()
+        ).report()
 
     def attempt(self) -> str:
         """What tells an attempt at a task from all others, as the real writer draws it."""

@@ -76,7 +76,7 @@ class LocalTable:
     def write(self, changes: pa.Table, shard: str = "00000") -> list[FileClosed]:
         """Have changes written as the next epoch and take its files into the table."""
         writer = self.writer(epoch=len(self.commits) + 1)
-        files = [FileClosed.from_json(report) for report in writer.write("t", shard, changes)]
+        files = [FileClosed.of(report) for report in writer.write("t", shard, changes)]
         self.commits.append(files)
         return files
 

@@ -30,6 +30,7 @@ from icestream.iceberg import progress as summaries
 from icestream.iceberg.files import DATA, FileClosed
 from icestream.iceberg.handle import TableName
 from icestream.pipeline import Cadence, Pipeline, State, brief, unclaimed
+from icestream.report import Report
 from icestream.schema import Column, SchemaGap, TableShape
 from icestream.sinks.iceberg import IcebergSink, IcebergSinkOptions
 from icestream.sources import (
@@ -184,7 +185,7 @@ class Workers:
             learned=[split.learned() for split in splits],
         )
 
-    def _report(self, split: LogSplit, writer: Any) -> str:
+    def _report(self, split: LogSplit, writer: Any) -> Report:
         path = f"{split.table}/{writer.epoch}/{writer.run}"
         self.files[path] = split.positions
         target = writer.targets[split.table]
@@ -200,7 +201,7 @@ class Workers:
             record_count=len(split.positions),
             size_bytes=1,
             partition={},
-        ).to_json()
+        ).report()
 
 
 class Scene:

@@ -1,6 +1,5 @@
 """Workers bring the changes of a key together, write each share once, and report all of it."""
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,18 +14,17 @@ from icestream import worker
 from icestream.change import AT, OP, SEQ, Op
 from icestream.errors import Broken, DataRejected, SchemaRejected, SourceUnavailable
 from icestream.iceberg.files import FileClosed
+from icestream.report import REPORT
 from icestream.schema import Column, SchemaGap, TableShape
 from icestream.sources import Need, TableSplit, TablesUnready, ValuesNeeded
 from icestream.sources.named_columns import ColumnsSeen, Seen
 from icestream.transform import TableSelect
 from icestream.worker import (
-    DONE,
     Outcome,
     Typed,
     Unready,
     _hashes,
     _write_typed,
-    describe,
     map_tasks,
     write_epoch,
 )
@@ -92,7 +90,7 @@ def run(
     spark = LocalSpark(parallelism, seed)
     outcome = write_epoch(spark, travelled(splits), travelled(local.writer()), keyed, "epoch 1")
     assert spark.sparkContext.descriptions == (["epoch 1"] if splits else [])
-    local.commits.append([FileClosed.from_json(report) for report in outcome.reports])
+    local.commits.append([FileClosed.of(report) for report in outcome.reports])
     return outcome
 
 
@@ -147,7 +145,7 @@ def test_the_order_of_a_shuffle_does_not_show_in_the_files(tmp_path):
 
     def written(seed: int) -> list[bytes]:
         reports = run(local, *splits, seed=seed).reports
-        return sorted(Path(FileClosed.from_json(r).path).read_bytes() for r in reports)
+        return sorted(Path(FileClosed.of(r).path).read_bytes() for r in reports)
 
     first = written(seed=1)
     assert first
@@ -171,7 +169,7 @@ def test_tables_are_kept_apart_in_a_shuffle(tmp_path, parallelism):
     ]
     outcome = write_epoch(LocalSpark(parallelism), splits, writer, False, "x")
     for name, local in locals_.items():
-        files = [FileClosed.from_json(report) for report in outcome.reports]
+        files = [FileClosed.of(report) for report in outcome.reports]
         local.commits.append([file for file in files if file.table == name])
     assert content(locals_["t"]) == {1: 2, 2: 3, 3: 4}
     assert content(locals_["u"]) == {1: 1002, 2: 1003, 3: 1004}
@@ -226,7 +224,7 @@ def test_uuid_keys_are_brought_together(tmp_path):
 
     splits = [UuidSplit(1), UuidSplit(2)]
     outcome = write_epoch(LocalSpark(), splits, local.writer(), False, "x")
-    local.commits.append([FileClosed.from_json(report) for report in outcome.reports])
+    local.commits.append([FileClosed.of(report) for report in outcome.reports])
     assert sorted(row["value"] for row in local.rows()) == [2, 2, 2, 2]
 
 
@@ -332,12 +330,6 @@ def test_arrow_has_nothing_to_say_about_where_spark_put_a_buffer(capfd):
     assert capfd.readouterr().err == ""
 
 
-def test_reports_are_counted_for_the_log():
-    """U5: structured logs with counts."""
-    reports = [json.dumps({"record_count": n, "size_bytes": 10 * n}) for n in (1, 2)]
-    assert describe(reports) == {"files": 2, "bytes": 30}
-
-
 @dataclass(frozen=True)
 class Square:
     number: int
@@ -384,7 +376,7 @@ def selected(*rows: tuple[int, int]) -> pa.RecordBatch:
     kind = pa.struct([("f0", pa.int64())])
     ids = pa.array([{"f0": key} if bucket else None for bucket, key in rows], kind)
     columns = {
-        "kind": pa.array([None if bucket else DONE for bucket, _ in rows], pa.string()),
+        "kind": pa.array([None if bucket else REPORT for bucket, _ in rows], pa.string()),
         "bucket": pa.array([bucket for bucket, _ in rows], pa.int32()),
         "payload": pa.array([None if bucket else b"x" for bucket, _ in rows], pa.binary()),
         "op": pa.array([1] * len(rows), pa.int8()),
@@ -416,7 +408,7 @@ def test_selected_rows_are_written_by_bucket_and_in_parts_where_no_key_comes_twi
         ("00001.1", [4], True),
         ("00002", [5], False),
     ]
-    assert [kind for kind, _, _ in rows].count(DONE) == 1
+    assert [payload for _, _, payload in rows].count(b"x") == 1
     shared = Noted()
     list(_write_typed(batches, shared, replace(layout, shared=frozenset(["t"]))))
     assert shared.calls == [

@@ -60,6 +60,7 @@ from icestream.iceberg.staged import staged_name
 from icestream.iceberg.table import OWNER_PROPERTY, Table
 from icestream.iceberg.target import WriteTarget
 from icestream.names import ANY_TABLE, TableNames
+from icestream.report import Report
 from icestream.schema import (
     NAME_MAPPING,
     Column,
@@ -1114,7 +1115,7 @@ def _kept(table: str) -> Committed:
     return Committed(table=table, snapshot_id=None, duplicate=True, seconds=0.0)
 
 
-def collect(reports: Iterable[str], epoch: int) -> dict[str, list[FileClosed]]:
+def collect(reports: Iterable[Report], epoch: int) -> dict[str, list[FileClosed]]:
     """Reported files by table; a repeated report is dropped, one that differs is refused.
 
     Of a task that ran twice the files of one attempt count: the first that is met.
@@ -1122,7 +1123,7 @@ def collect(reports: Iterable[str], epoch: int) -> dict[str, list[FileClosed]]:
     by_path: dict[str, FileClosed] = {}
     attempts: dict[tuple[str, str], str] = {}
     for report in reports:
-        file = FileClosed.from_json(report)
+        file = FileClosed.of(report)
         check(file.epoch == epoch, f"{file.path} belongs to epoch {epoch}")
         if attempts.setdefault((file.table, file.worker), file.attempt) != file.attempt:
             continue

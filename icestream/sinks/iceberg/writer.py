@@ -38,6 +38,7 @@ from icestream.errors import SchemaRejected
 from icestream.iceberg.files import DATA, EQUALITY_DELETES, Closed, FileClosed, ParquetFolder
 from icestream.iceberg.target import SortColumn, WriteTarget
 from icestream.names import TableNames
+from icestream.report import Report
 from icestream.schema import arrow_schema, calendar_day, renamed_type, schema_from_json
 
 _FRACTION_DIGITS = {"us": 6, "ns": 9}
@@ -98,8 +99,8 @@ class IcebergWriter:
 
     def write(
         self, table: str, shard: str, changes: pa.Table, each_key_once: bool = False
-    ) -> Iterator[str]:
-        """Fold the changes and write what remains; reports each file as JSON when it is closed."""
+    ) -> Iterator[Report]:
+        """Fold the changes and write what remains; reports each file when it is closed."""
         if table in self.only_read:
             return
         target = self.targets[table]
@@ -128,7 +129,7 @@ class _Share:
         self.files = ParquetFolder(folder, self.target.io_properties, self.target.properties)
         self._numbers = {DATA: 0, EQUALITY_DELETES: 0}
 
-    def write_data(self, rows: pa.Table) -> Iterator[str]:
+    def write_data(self, rows: pa.Table) -> Iterator[Report]:
         if rows.num_rows == 0:
             return
         complete = _complete(rows, self.schema)
@@ -137,7 +138,7 @@ class _Share:
             for closed in self._close(ordered, self.schema, DATA):
                 yield self._report(closed, DATA, self.target.spec_id, partition)
 
-    def write_deletes(self, rows: pa.Table) -> Iterator[str]:
+    def write_deletes(self, rows: pa.Table) -> Iterator[Report]:
         if rows.num_rows == 0:
             return
         key_schema = self.schema.select(*self.target.equality_columns)
@@ -177,7 +178,7 @@ class _Share:
             self._numbers[kind] += 1
             yield closed
 
-    def _report(self, closed: Closed, kind: str, spec_id: int, partition: dict[str, Any]) -> str:
+    def _report(self, closed: Closed, kind: str, spec_id: int, partition: dict[str, Any]) -> Report:
         deletes = kind == EQUALITY_DELETES
         columns = self.target.equality_columns if deletes else ()
         return FileClosed(
@@ -197,7 +198,7 @@ class _Share:
             metrics=closed.metrics,
             split_offsets=closed.split_offsets,
             sort_order_id=self.target.sort_order_id if self.target.sort_columns else 0,
-        ).to_json()
+        ).report()
 
 
 def _by_table_names(changes: pa.Table, target: WriteTarget) -> pa.Table:

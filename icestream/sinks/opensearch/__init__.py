@@ -8,7 +8,6 @@ documents are visible that no frontier speaks of yet; writing them again changes
 first document of a table is sent the progress names its index, and the index its owner (`owners`).
 """
 
-import json
 import logging
 import re
 import time
@@ -31,9 +30,10 @@ from icestream.errors import (
     check,
 )
 from icestream.frontier import Frontier
+from icestream.report import Report
 from icestream.schema import Column, TableShape
 from icestream.sinks import Committed, Written
-from icestream.sinks.opensearch.bulk import OpenSearchWriter
+from icestream.sinks.opensearch.bulk import OpenSearchWriter, Tally
 from icestream.sinks.opensearch.client import BAD_REQUEST, NOT_FOUND, OK, Answer, Client
 from icestream.sinks.opensearch.commit import (
     SEEN,
@@ -186,15 +186,15 @@ class OpenSearchSink:
         """Move the frontier past an epoch whose every operation is acknowledged."""
         check(not written.emptied, "no table of this sink is emptied")
         started = time.monotonic()
-        reports = [json.loads(report) for report in written.reports]
-        tables = sorted({str(report["table"]) for report in reports})
-        duplicate = self._publish(written.epoch, written.labels, tables, _conflicts(reports))
+        tallies = [(report.table, _tally(report)) for report in written.reports]
+        tables = sorted({table for table, _ in tallies})
+        duplicate = self._publish(written.epoch, written.labels, tables, _conflicts(tallies))
         seconds = time.monotonic() - started
         for table in tables:
             metrics.COMMIT_LATENCY.labels(table).observe(seconds)
             if duplicate:
                 metrics.DUPLICATE_EPOCHS.labels(table).inc()
-        self._count(reports)
+        self._count(tallies)
         return [
             Committed(table=table, snapshot_id=None, duplicate=duplicate, seconds=seconds)
             for table in tables
@@ -277,13 +277,13 @@ class OpenSearchSink:
         state.progress = new
         return duplicate
 
-    def _count(self, reports: Sequence[Mapping[str, Any]]) -> None:
+    def _count(self, tallies: Sequence[tuple[str, Tally]]) -> None:
         indices = self._claimed().indices
-        for report in reports:
-            index = indices[report["table"]].name
+        for table, tally in tallies:
+            index = indices[table].name
             for name, operation in _OPERATIONS.items():
-                metrics.DOCUMENTS.labels(index, operation).inc(report[name])
-            metrics.BULK_RETRIES.labels(index).inc(report["retries"])
+                metrics.DOCUMENTS.labels(index, operation).inc(getattr(tally, name))
+            metrics.BULK_RETRIES.labels(index).inc(tally.retries)
 
     def _refuse_shared(self, tables: Sequence[str]) -> None:
         """Two tables number their rows' versions apart: in one index the lower would lose."""
@@ -471,14 +471,20 @@ class OpenSearchSink:
         return found
 
 
-def _conflicts(reports: Sequence[Mapping[str, Any]]) -> Conflicts | None:
+def _tally(report: Report) -> Tally:
+    check(isinstance(report.payload, Tally), "an index is sent reports of its documents")
+    assert isinstance(report.payload, Tally)
+    return report.payload
+
+
+def _conflicts(tallies: Sequence[tuple[str, Tally]]) -> Conflicts | None:
     """Documents of the first table that has some which are newer than what was sent."""
-    met = [report for report in reports if report["superseded"]]
+    met = [(table, tally) for table, tally in tallies if tally.superseded]
     if not met:
         return None
-    table = met[0]["table"]
-    count = sum(report["superseded"] for report in met if report["table"] == table)
-    return Conflicts(table=table, count=count, example=met[0]["superseded_id"])
+    first, example = met[0]
+    count = sum(tally.superseded for table, tally in met if table == first)
+    return Conflicts(table=first, count=count, example=example.superseded_id)
 
 
 def _deleted(index: str) -> ProgressLost:

@@ -26,7 +26,7 @@ import re
 import time
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from urllib.parse import quote
 
 import numpy as np
@@ -41,6 +41,7 @@ from icestream.errors import (
     TargetUnavailable,
     check,
 )
+from icestream.report import Report
 from icestream.sinks.opensearch.client import (
     BAD_REQUEST,
     CONFLICT,
@@ -66,6 +67,7 @@ log = logging.getLogger(__name__)
 
 ID = "id"
 DOCUMENT = "document"
+DOCUMENTS = "documents"
 
 # OpenSearch refuses a whole request because of one id beyond this.
 ID_BYTES_MAX = 512
@@ -98,7 +100,7 @@ class Failure:
 
 @dataclass(slots=True)
 class Tally:
-    """What became of the changes."""
+    """What became of the changes; a report carries it to the commit."""
 
     indexed: int = 0
     deleted: int = 0
@@ -179,7 +181,7 @@ class OpenSearchWriter:
 
     def write(
         self, table: str, shard: str, changes: pa.Table, each_key_once: bool = False
-    ) -> Iterator[str]:
+    ) -> Iterator[Report]:
         """Send all changes and report once, when every one of them is acknowledged.
 
         Changes have `OP`, `AT`, `id` and `document`. At one version an id has one change. A change
@@ -192,7 +194,13 @@ class OpenSearchWriter:
             tally = sending.run()
         finally:
             client.close()
-        yield json.dumps({"table": table, "record_count": changes.num_rows, **asdict(tally)})
+        yield Report(
+            table=table,
+            kind=DOCUMENTS,
+            rows=changes.num_rows,
+            size_bytes=tally.size_bytes,
+            payload=tally,
+        )
 
 
 class _Sending:

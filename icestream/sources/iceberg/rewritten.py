@@ -32,9 +32,10 @@ from pyspark.sql.pandas.types import to_arrow_schema
 from icestream.iceberg.files import filesystem
 from icestream.iceberg.snapshots import PlainFile
 from icestream.iceberg.staged import staged_name
+from icestream.report import Row
 from icestream.schema import arrow_schema, schema_from_json
 from icestream.sources.iceberg.row_hashes import row_hashes
-from icestream.spark import Row, run_tasks
+from icestream.spark import run_tasks
 
 log = logging.getLogger(__name__)
 

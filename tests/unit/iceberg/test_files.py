@@ -33,6 +33,7 @@ from icestream.iceberg.files import (
     ParquetFolder,
     filesystem,
 )
+from icestream.report import Report, decode, encode
 from icestream.schema import arrow_schema
 
 SCHEMA = Schema(
@@ -88,11 +89,13 @@ def metric(closed: Closed, name: str) -> dict[int, object]:
 
 def test_a_report_is_read_as_it_was_sent():
     """I3: a worker hands the coordinator all that a commit needs."""
-    read = FileClosed.from_json(REPORT.to_json())
+    (sent,) = decode([encode(REPORT.report())])
+    read = FileClosed.of(sent)
     assert read.sha256 == REPORT.digest()
-    assert read.to_json() == REPORT.to_json()
+    assert sent == REPORT.report()
+    assert (sent.table, sent.kind, sent.rows, sent.size_bytes) == ("orders", DATA, 2, 100)
     for field in dataclasses.fields(FileClosed):
-        if field.name not in ("sha256", "split_offsets", "equality_ids"):
+        if field.name != "sha256":
             assert getattr(read, field.name) == getattr(REPORT, field.name)
 
 
@@ -107,17 +110,36 @@ def test_a_report_is_read_as_it_was_sent():
 )
 def test_a_report_that_was_altered_is_refused(field, value):
     """I3: the hash covers everything that is reported."""
-    data = json.loads(REPORT.to_json())
-    assert data[field] != value
+    sent = REPORT.report()
+    assert getattr(sent.payload, field) != value
+    altered = dataclasses.replace(sent.payload, **{field: value})
     with pytest.raises(Broken, match="arrives as it was sent"):
-        FileClosed.from_json(json.dumps({**data, field: value}))
+        FileClosed.of(dataclasses.replace(sent, payload=altered))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("table", "other"), ("kind", EQUALITY_DELETES), ("rows", 3), ("size_bytes", 101)],
+)
+def test_a_report_that_tells_of_another_file_is_refused(field, value):
+    """I3: what everybody reads of a report is what its file says."""
+    altered = dataclasses.replace(REPORT.report(), **{field: value})
+    with pytest.raises(Broken, match="arrives as it was sent"):
+        FileClosed.of(altered)
+
+
+def test_a_report_of_another_sink_is_refused():
+    """I3: a table takes files alone."""
+    with pytest.raises(Broken, match="reports of its files"):
+        FileClosed.of(Report(table="t", kind="documents", rows=1, size_bytes=1))
 
 
 def test_a_report_with_another_hash_is_refused():
     """I3: nor may the hash itself be altered."""
-    data = {**json.loads(REPORT.to_json()), "sha256": "0" * 64}
+    sent = REPORT.report()
+    altered = dataclasses.replace(sent.payload, sha256="0" * 64)
     with pytest.raises(Broken):
-        FileClosed.from_json(json.dumps(data))
+        FileClosed.of(dataclasses.replace(sent, payload=altered))
 
 
 def test_the_hash_does_not_depend_on_the_order_of_maps():

@@ -66,7 +66,7 @@ def report(table: str, number: int, path: str | None = None, **changes: object) 
         size_bytes=1,
         partition={},
     )
-    return replace(file, **changes).to_json()
+    return replace(file, **changes).report()
 
 
 def commit(owner: IcebergSink, at: Epoch, *tables: str, **changes: object) -> list[str]:

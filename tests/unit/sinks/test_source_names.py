@@ -67,7 +67,7 @@ def test_rows_keys_and_before_images_get_the_tables_names(tmp_path: Path) -> Non
         {"cust_id": 1, "area": "eu", "address": {"city": "rome"}, "was": "us"},
         {"cust_id": 2, "area": "us", "address": None},
     )
-    files = [FileClosed.from_json(report) for report in writer.write("t", "00000", rows)]
+    files = [FileClosed.of(report) for report in writer.write("t", "00000", rows)]
     table.commits.append(files)
     found = sorted(table.rows(), key=lambda row: row["customer_id"])
     assert found == [

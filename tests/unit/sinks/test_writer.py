@@ -114,7 +114,7 @@ def test_no_file_deletes_a_row_of_its_own_commit(tmp_path):
 def test_files_lie_where_only_their_attempt_writes(tmp_path):
     """I2, I17: job, epoch and shard are in the path, generation and attempt in the shard."""
     reports = table(tmp_path).writer(epoch=7, run="g3.1").write("t", "00002", changes({"id": 1}))
-    paths = [FileClosed.from_json(report).path for report in reports]
+    paths = [FileClosed.of(report).path for report in reports]
     folder = f"{tmp_path}/data/icestream/job=orders/epoch=7/shard=g3.1-00002-"
     assert [path[: len(folder)] for path in paths] == [folder, folder]
     rests = [path.removeprefix(folder).partition("/") for path in paths]
@@ -151,9 +151,9 @@ def test_a_late_twin_of_a_task_leaves_the_reported_files_alone(tmp_path):
     rows = [{"id": n, "region": "ab"[n % 2], "amount": n} for n in range(2000)]
     whole = changes(*rows)
     batches = pa.concat_tables([whole.slice(n, 7) for n in range(0, len(rows), 7)])
-    first = [FileClosed.from_json(report) for report in local.writer().write("t", "0", whole)]
+    first = [FileClosed.of(report) for report in local.writer().write("t", "0", whole)]
     committed = {file.path: Path(file.path).read_bytes() for file in first}
-    twin = [FileClosed.from_json(report) for report in local.writer().write("t", "0", batches)]
+    twin = [FileClosed.of(report) for report in local.writer().write("t", "0", batches)]
     assert not {file.path for file in twin} & committed.keys()
     assert {path: Path(path).read_bytes() for path in committed} == committed
     assert [file.size_bytes for file in first] == [len(found) for found in committed.values()]
@@ -165,7 +165,7 @@ def test_runs_never_write_the_same_path(tmp_path):
     """E6, I2: a late task of an older run cannot touch what a newer run has committed."""
     local = table(tmp_path)
     paths = [
-        FileClosed.from_json(report).path
+        FileClosed.of(report).path
         for run in ("g1.0", "g1.1", "g2.0")
         for report in local.writer(run=run).write("t", "00000", changes({"id": 1}))
     ]

@@ -82,7 +82,7 @@ class Shop:
                     size_bytes=1,
                     partition={},
                 )
-                reports.append(closed.to_json())
+                reports.append(closed.report())
         return Outcome(reports=reports, rows=1, learned=learned)
 
 
