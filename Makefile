@@ -6,9 +6,12 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 BUDGET ?= 5
 KILLS ?= 10
+TESTS := tests/unit tests/property tests/integration tests/faults
+# The longest files first, as tests/durations.json has them, and not those of the most tests.
+BOTH_CORES := -n 2 --dist loadfile --no-loadscope-reorder
 SEED ?=
 
-.PHONY: help setup lock check fix test test-long test-unit test-servers test-faults sim bench docs demo servers clean
+.PHONY: help setup lock check fix test test-durations test-long test-unit test-servers test-faults sim bench docs demo servers clean
 
 help: ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -39,7 +42,10 @@ fix: setup ## format and mend what can be mended
 	$(BIN)/ruff check --fix .
 
 test: check ## everything a change must pass, set-up included
-	$(PYTEST) -q -n 2 --dist loadfile -m "not long" tests/unit tests/property tests/integration tests/faults
+	$(PYTEST) -q $(BOTH_CORES) -m "not long" $(TESTS)
+
+test-durations: setup ## the same, and measure the files anew for the order in which they run
+	$(PYTEST) -q $(BOTH_CORES) -m "not long" --write-durations $(TESTS)
 
 test-long: setup ## kills of real processes at every place, and whatever else takes long
 	$(PYTEST) -q -m long tests

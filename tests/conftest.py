@@ -1,4 +1,9 @@
-"""What tests share: one Spark session, one S3 store, one REST catalog, each started when needed."""
+"""What tests share: one Spark session and one server of each kind, each started when needed.
+
+A test has topics, indices, databases and namespaces of its own on servers that all tests of a
+process share. A test that stops a server starts it again; one that harms it has a server of its
+own.
+"""
 
 import os
 from collections.abc import Iterator
@@ -8,17 +13,41 @@ import pytest
 from hypothesis import settings
 from pyspark.sql import SparkSession
 
+from icestream.samples.postgres import EmbeddedPostgres
 from icestream.spark import session
 from tests.lake import Lake
-from tests.servers import RestCatalog, S3Server, running
+from tests.order import Stopwatch, durations, longest_first
+from tests.servers import KafkaBroker, OpenSearch, RestCatalog, S3Server, running
 
 # No test depends on how busy the machine is. What is compiled at its first call is slow once.
 settings.register_profile("icestream", deadline=None)
 settings.load_profile("icestream")
 
+# Tests handle few rows, and a JVM spends more on its best compiler than on them. Spark's launcher
+# reads these variables, so they hold for the session of the tests and for every `icestream` that
+# a test starts; the product's own settings are left as they are.
+SMALL_JVM = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -XX:-UsePerfData -Xshare:auto"
+os.environ.setdefault("SPARK_SUBMIT_OPTS", SMALL_JVM)
+os.environ.setdefault("SPARK_LAUNCHER_OPTS", SMALL_JVM)
+# Spark keeps the code of a hundred queries and compiles the others again whenever they come.
+SPARK_SETTINGS = {"spark.driver.memory": "2g", "spark.sql.codegen.cache.maxEntries": "5000"}
 
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--write-durations` measures each file for `tests/durations.json`."""
+    parser.addoption("--write-durations", action="store_true", help="measure the test files anew")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """One process measures: the one that hears of all tests."""
+    if config.getoption("--write-durations") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Stopwatch())
+
+
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks come from the folder a test lies in."""
+    """Marks come from the folder a test lies in; the order is shuffled but for long files."""
+    longest_first(items, durations())
     for item in items:
         folder = Path(str(item.path)).relative_to(Path(__file__).parent).parts[0]
         if folder in ("unit", "property", "integration", "faults"):
@@ -30,7 +59,7 @@ def spark() -> Iterator[SparkSession]:
     """A session with every jar that a test's catalog may need."""
     os.environ.setdefault("PYTHONPATH", str(Path(__file__).parent.parent))
     jars_for = [{"uri": "jdbc:sqlite:", "warehouse": "s3://lake"}]
-    spark = session(jars_for, "local[2]", {"spark.driver.memory": "2g"})
+    spark = session(jars_for, "local[2]", SPARK_SETTINGS)
     yield spark
     spark.stop()
 
@@ -66,3 +95,32 @@ def lake(spark: SparkSession, rest: RestCatalog) -> Lake:
 def namespace(request: pytest.FixtureRequest) -> str:
     """A namespace of the test's own, so that tests do not meet in the shared catalog."""
     return f"n{abs(hash((request.node.nodeid, os.getpid()))) % 10**10}"
+
+
+@pytest.fixture(scope="session")
+def postgres_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedPostgres]:
+    """A PostgreSQL that all tests share, each with a database of its own."""
+    settings = {"max_replication_slots": "50", "max_wal_senders": "50", "max_connections": "200"}
+    with EmbeddedPostgres(tmp_path_factory.mktemp("postgres"), settings) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KafkaBroker]:
+    """A Kafka broker that all tests share, each with topics of its own."""
+    with KafkaBroker(tmp_path_factory.mktemp("kafka")) as broker:
+        yield broker
+
+
+@pytest.fixture(scope="session")
+def shared_node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenSearch]:
+    """The OpenSearch node behind `node`."""
+    with OpenSearch(tmp_path_factory.mktemp("opensearch")) as node:
+        yield node
+
+
+@pytest.fixture
+def node(shared_node: OpenSearch) -> OpenSearch:
+    """An OpenSearch node on which nothing of another test is left."""
+    shared_node.clear()
+    return shared_node

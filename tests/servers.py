@@ -635,6 +635,14 @@ class OpenSearch:
         # The node itself is no child of this process: it is gone when its port is free.
         wait_until(lambda: not self._listening(), STOP_SECONDS_MAX, "end of the node")
 
+    def clear(self) -> None:
+        """Remove all indices and templates."""
+        for path in ("/*?expand_wildcards=all", "/_index_template/*", "/_template/*"):
+            with self._asked("DELETE", path) as answer:
+                # There may be none.
+                if answer.status not in (http.client.OK, http.client.NOT_FOUND):
+                    raise ServerFailed(f"{path}: {answer.read().decode(errors='replace')}")
+
     def __enter__(self) -> Self:
         self.start()
         return self
@@ -703,12 +711,19 @@ class OpenSearch:
             )
 
     def _healthy(self) -> bool:
-        connection = http.client.HTTPConnection(LOOPBACK, self.port, timeout=20.0)
+        path = "/_cluster/health?wait_for_status=yellow&timeout=10s"
         try:
-            connection.request("GET", "/_cluster/health?wait_for_status=yellow&timeout=10s")
-            return connection.getresponse().status == http.client.OK
+            with self._asked("GET", path) as answer:
+                return answer.status == http.client.OK
         except (OSError, http.client.HTTPException):
             return False
+
+    @contextmanager
+    def _asked(self, method: str, path: str) -> Iterator[http.client.HTTPResponse]:
+        connection = http.client.HTTPConnection(LOOPBACK, self.port, timeout=20.0)
+        try:
+            connection.request(method, path)
+            yield connection.getresponse()
         finally:
             connection.close()
 

@@ -44,14 +44,6 @@ def shell(
     return Shell(spark, tmp_path, monkeypatch, capfd)
 
 
-@pytest.fixture(scope="session")
-def postgres_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedPostgres]:
-    """A PostgreSQL that all tests share, each with a database of its own."""
-    settings = {"max_replication_slots": "50", "max_wal_senders": "50", "max_connections": "200"}
-    with EmbeddedPostgres(tmp_path_factory.mktemp("postgres"), settings) as server:
-        yield server
-
-
 @pytest.fixture
 def world(
     postgres_server: EmbeddedPostgres,
@@ -65,13 +57,6 @@ def world(
         yield world
     finally:
         world.close()
-
-
-@pytest.fixture(scope="module")
-def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KafkaBroker]:
-    """One Kafka broker for all tests of a file."""
-    with KafkaBroker(tmp_path_factory.mktemp("kafka")) as broker:
-        yield broker
 
 
 @pytest.fixture

@@ -14,19 +14,13 @@ from icestream.sinks.opensearch import client
 from tests.integration.destinations import SHAPE, Destination, LakeTable, Rows, SearchIndex
 from tests.lake import Lake
 from tests.proxy import Proxy
-from tests.servers import OpenSearch, RestCatalog
+from tests.servers import RestCatalog
 
 T = TypeVar("T")
 
 TRIES_MAX = 10
 # Requests that change something; all others may be lost without any doubt about what happened.
 CHANGING = ("POST", "PUT")
-
-
-@pytest.fixture(scope="module")
-def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenSearch]:
-    with OpenSearch(tmp_path_factory.mktemp("opensearch")) as node:
-        yield node
 
 
 @pytest.fixture(params=["iceberg", "opensearch"])

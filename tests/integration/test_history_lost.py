@@ -27,7 +27,7 @@ from tests.integration.searching import Search
 from tests.integration.topics import Topics, created
 from tests.lake import Lake
 from tests.oracle import RandomFeed
-from tests.servers import KafkaBroker, OpenSearch, wait_until
+from tests.servers import KafkaBroker, wait_until
 
 OPERATOR = 3
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "history-lost.md"
@@ -48,13 +48,6 @@ class Loss:
     said: str
     world: str
     lose: Callable[..., Lost]
-
-
-@pytest.fixture(scope="module")
-def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenSearch]:
-    """One search node for all tests of this file."""
-    with OpenSearch(tmp_path_factory.mktemp("opensearch")) as node:
-        yield node
 
 
 @pytest.fixture

@@ -61,12 +61,6 @@ COLUMNS = (
 SetRules = Callable[..., None]
 
 
-@pytest.fixture(scope="module")
-def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenSearch]:
-    with OpenSearch(tmp_path_factory.mktemp("opensearch")) as node:
-        yield node
-
-
 @pytest.fixture
 def proxy(node: OpenSearch) -> Iterator[Proxy]:
     with Proxy(node.url) as proxy:
@@ -74,14 +68,10 @@ def proxy(node: OpenSearch) -> Iterator[Proxy]:
 
 
 @pytest.fixture(autouse=True)
-def clean(node: OpenSearch, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing of another test is left, and pauses are short."""
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pauses between requests are short."""
     # Nobody needs to wait as long as a busy cluster does.
     monkeypatch.setattr(client, "BACKOFF_SECONDS", 0.01)
-    for path in ("shop.*", "icestream-progress", "mine", "*__dead_letters"):
-        ask(node, "DELETE", f"/{path}?ignore_unavailable=true")
-    ask(node, "DELETE", "/_index_template/*")
-    ask(node, "DELETE", "/_template/*")
 
 
 @pytest.fixture

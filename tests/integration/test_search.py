@@ -92,12 +92,6 @@ EVERY_VALUE = """
 """
 
 
-@pytest.fixture(scope="module")
-def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenSearch]:
-    with OpenSearch(tmp_path_factory.mktemp("opensearch")) as node:
-        yield node
-
-
 @pytest.fixture
 def proxy(node: OpenSearch) -> Iterator[Proxy]:
     with Proxy(node.url) as proxy:
@@ -107,12 +101,8 @@ def proxy(node: OpenSearch) -> Iterator[Proxy]:
 @pytest.fixture
 def search(local: Lake, embedded: dict[str, str], node: OpenSearch) -> Search:
     """A pipeline that never ran, on a node where nothing of another test is left."""
-    found = Search(lake=local, catalog=embedded, node=node)
-    for path in ("shop.*", "icestream-progress"):
-        found.ask("DELETE", f"/{path}?ignore_unavailable=true")
-    found.ask("DELETE", "/_index_template/*")
     local.sql(f"CREATE NAMESPACE {local.name}.shop")
-    return found
+    return Search(lake=local, catalog=embedded, node=node)
 
 
 def change_in_every_way(search: Search) -> Iterator[str]:
