@@ -32,7 +32,6 @@ from tests.servers import (
     ServerFailed,
     answers,
     jars,
-    running,
     wait_until,
 )
 
@@ -44,27 +43,10 @@ SCHEMA = {
 }
 
 
-@pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[S3Server, RestCatalog]]:
-    """An S3 store and a catalog whose warehouse is in it."""
-    folder = tmp_path_factory.mktemp("servers")
-    store = S3Server(folder / "s3")
-    catalog = RestCatalog(
-        folder / "rest", warehouse="s3://lake/warehouse", storage=store.iceberg_properties()
-    )
-    with running(store, catalog):
-        store.create_bucket("lake")
-        yield store, catalog
-
-
-@pytest.fixture(scope="module")
-def store(stack: tuple[S3Server, RestCatalog]) -> S3Server:
-    return stack[0]
-
-
-@pytest.fixture(scope="module")
-def catalog(stack: tuple[S3Server, RestCatalog]) -> RestCatalog:
-    return stack[1]
+@pytest.fixture
+def catalog(rest: RestCatalog) -> RestCatalog:
+    """The catalog that all tests share; its warehouse is in the store."""
+    return rest
 
 
 @pytest.fixture
@@ -146,6 +128,10 @@ def test_commits_at_the_same_time_land_or_conflict_and_never_fail(
     assert landed and landed <= properties(catalog.uri + table).keys()
 
 
+@pytest.mark.long(
+    kept_by="tests/integration/test_kafka_client.py::"
+    "test_a_broker_that_comes_back_in_time_is_not_noticed"
+)
 def test_a_restarted_catalog_keeps_its_port_and_its_tables(tmp_path: Path) -> None:
     with RestCatalog(tmp_path) as catalog:
         url = catalog.uri + create_table(catalog.uri, "kept")
@@ -173,6 +159,9 @@ def test_servers_die_with_the_process_that_started_them(tmp_path: Path) -> None:
     wait_until(lambda: refused(port), SECONDS_MAX, "end of the orphaned server")
 
 
+@pytest.mark.long(
+    kept_by="tests/integration/test_search.py::test_a_node_that_is_away_for_a_while_gets_everything"
+)
 def test_an_opensearch_node_keeps_its_documents_and_dies_with_its_owner(tmp_path: Path) -> None:
     program = (
         "import sys, threading; from pathlib import Path; from tests.servers import OpenSearch\n"
@@ -196,6 +185,10 @@ def test_an_opensearch_node_keeps_its_documents_and_dies_with_its_owner(tmp_path
     wait_until(lambda: refused(port), SECONDS_MAX, "end of the orphaned node")
 
 
+@pytest.mark.long(
+    kept_by="tests/integration/test_kafka_client.py::"
+    "test_a_broker_that_goes_away_stalls_the_partition_and_a_restart_mends_it"
+)
 @pytest.mark.parametrize("ending", [KafkaBroker.stop, KafkaBroker.kill])
 def test_a_broker_keeps_its_port_and_its_records_however_it_ended(
     tmp_path: Path, ending: Callable[[KafkaBroker], None]
@@ -221,17 +214,17 @@ def test_a_broker_runs_on_the_packaged_java(
         assert consumed(broker, "orders", 1) == [b"first"]
 
 
-def test_a_topic_is_widened_deleted_and_created_anew(tmp_path: Path) -> None:
-    with KafkaBroker(tmp_path) as broker:
-        broker.create_topic("orders", config={"cleanup.policy": "compact"})
-        broker.add_partitions("orders", 3)
-        produce(broker, "orders", [b"old"])
-        broker.delete_topic("orders")
-        broker.create_topic("orders", partitions=2)
-        produce(broker, "orders", [b"new"])
-        assert consumed(broker, "orders", 1) == [b"new"]
+def test_a_topic_is_widened_deleted_and_created_anew(broker: KafkaBroker) -> None:
+    broker.create_topic("widened", config={"cleanup.policy": "compact"})
+    broker.add_partitions("widened", 3)
+    produce(broker, "widened", [b"old"])
+    broker.delete_topic("widened")
+    broker.create_topic("widened", partitions=2)
+    produce(broker, "widened", [b"new"])
+    assert consumed(broker, "widened", 1) == [b"new"]
 
 
+@pytest.mark.long(kept_by="test_servers_die_with_the_process_that_started_them")
 def test_a_broker_dies_with_its_owner(tmp_path: Path) -> None:
     program = (
         "import sys, threading; from pathlib import Path; from tests.servers import KafkaBroker\n"
