@@ -2,7 +2,8 @@
 
 Two processes share the files of `make test`. A long file that comes last keeps one of them busy
 while the other has nothing to do. `durations.json` says how many seconds each file took;
-`make test-durations` measures again. A file that is not listed counts as short.
+`make test-durations` measures again. A file that is not listed is taken for a long one if it needs
+servers.
 """
 
 import json
@@ -13,6 +14,9 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 DURATIONS = Path(__file__).parent / "durations.json"
+WITH_SERVERS = ("tests/integration/", "tests/faults/")
+# Seconds of a file that was not measured yet.
+WITH_SERVERS_SECONDS = 60.0
 
 
 def durations() -> dict[str, float]:
@@ -23,7 +27,12 @@ def durations() -> dict[str, float]:
 
 def longest_first(items: list[pytest.Item], seconds: Mapping[str, float]) -> None:
     """Sort tests by how long their file takes; the tests of a file keep their order."""
-    items.sort(key=lambda item: -seconds.get(_file(item.nodeid), 0.0))
+
+    def seconds_of(item: pytest.Item) -> float:
+        file = _file(item.nodeid)
+        return seconds.get(file, WITH_SERVERS_SECONDS if file.startswith(WITH_SERVERS) else 0.0)
+
+    items.sort(key=seconds_of, reverse=True)
 
 
 class Stopwatch:
