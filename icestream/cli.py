@@ -29,19 +29,13 @@ from icestream.config import (
     open_source,
     open_table,
 )
-from icestream.demo import run_demo
 from icestream.epoch import resume_point
 from icestream.errors import ConfigInvalid, IcestreamError, Retryable
 from icestream.iceberg.catalog import catalog_properties
 from icestream.iceberg.snapshots import History
 from icestream.iceberg.table import Table
 from icestream.pipeline import Pipeline, brief, unclaimed
-from icestream.sinks.iceberg import IcebergSink
-from icestream.sinks.opensearch import OpenSearchOptions
 from icestream.sources import LettersTried
-from icestream.sources.iceberg import IcebergSourceOptions
-from icestream.sources.iceberg.changelog import changelog
-from icestream.sources.kafka import KafkaOptions
 from icestream.status import JsonFormatter, StatusServer, TextFormatter, pipeline_status
 from icestream.transform import Selects
 from icestream.worker import events_as_json
@@ -320,15 +314,10 @@ def _status_line(row: dict[str, Any]) -> str:
 def _rollback(options: argparse.Namespace) -> int:
     config = load(options.file, options.pipeline)
     chosen = _only_one(config)
+    chosen[0].sink.refuse_rollback(chosen[0].name)
     spark = open_session(config, chosen)
     try:
         sink = open_sink(chosen[0], spark)
-        if not isinstance(sink, IcebergSink):
-            raise ConfigInvalid(
-                f"pipeline {chosen[0].name} does not write to Iceberg tables",
-                hint="To follow a rolled-back table, remove the pipeline's progress document and "
-                "its index; the table is then loaded anew.",
-            )
         with contextlib.closing(open_source(chosen[0], spark)) as source:
             progress = sink.settle_rollback(options.table, options.replay, source.verify)
             position = source.position(progress.upper) or "the beginning"
@@ -349,7 +338,7 @@ def _only_one(config: Config) -> Sequence[PipelineConfig]:
 def _replay(options: argparse.Namespace) -> int:
     config = load(options.file, options.pipeline)
     chosen = _only_one(config)
-    if not isinstance(chosen[0].source, KafkaOptions) or chosen[0].on_error != DEAD_LETTER:
+    if chosen[0].on_error != DEAD_LETTER:
         raise ConfigInvalid(
             f"pipeline {chosen[0].name} keeps no dead letters in tables",
             hint="Only pipelines that read Kafka topics with `on_error: dead_letter` do.",
@@ -385,6 +374,9 @@ def _tried_line(row: dict[str, Any]) -> str:
 
 
 def _changes(options: argparse.Namespace) -> int:
+    # Changes of an Iceberg table are what its folder among the sources is about.
+    from icestream.sources.iceberg.changelog import changelog
+
     catalog, settings = _catalog_of(options)
     spark = sessions.session([catalog_properties(catalog)], settings.master, settings.conf)
     try:
@@ -416,13 +408,9 @@ def _catalog_of(options: argparse.Namespace) -> tuple[Mapping[str, str], SparkOp
     named = [options.pipeline] if options.pipeline else []
     config = load(options.file, named, True)
     chosen = config.pipelines[0]
-    source, sink = chosen.source, chosen.sink
-    catalog: Mapping[str, str] = {}
-    if isinstance(source, IcebergSourceOptions):
-        own = {table.table_name: table.catalog for table in source.tables}
-        catalog = own.get(options.table) or source.catalog
-    elif not isinstance(sink, OpenSearchOptions):
-        catalog = sink.catalog
+    catalog = chosen.source.catalog_of(options.table)
+    if catalog is None:
+        catalog = chosen.sink.catalog_of(options.table) or {}
     return {**catalog, **{key: value for key, _, value in given}}, config.spark
 
 
@@ -434,6 +422,9 @@ def _change_line(row: dict[str, Any]) -> str:
 
 
 def _demo(options: argparse.Namespace) -> int:
+    # It brings a PostgreSQL server along.
+    from icestream.demo import run_demo
+
     return run_demo(
         options.folder, options.seconds, lambda pipelines: StatusServer("127.0.0.1", 0, pipelines)
     )

@@ -2,60 +2,40 @@
 
 An unknown key is refused with the nearest known one. `${env:NAME}` stands for a secret, which is
 never printed or logged. The same options can be given in Python: `PipelineConfig` mirrors the file.
+Which connectors there are is known to `icestream.connectors` alone; what differs between them is
+asked of their options.
 """
 
 import dataclasses
-import difflib
 import os
 import re
-import types
-import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import urlsplit
 
 import yaml
 from pyspark.sql import SparkSession
 
 from icestream import spark as sessions
+from icestream.connectors import SINKS, SOURCES
+from icestream.dead_letters import LetterBox
 from icestream.errors import ConfigInvalid, keep_secret
-from icestream.iceberg.catalog import Catalog, catalog_properties
-from icestream.iceberg.handle import TableName
-from icestream.iceberg.table import Table
-from icestream.names import ANY_TABLE
+from icestream.iceberg.catalog import catalog_properties
+from icestream.iceberg.session import open_catalog, open_table
+from icestream.options import checked_map, parse_duration, taken, unknown
 from icestream.pipeline import Cadence, Pipeline
-from icestream.schema import parse_type
-from icestream.sinks.iceberg import IcebergSink, IcebergSinkOptions, TableOptions, table_names_of
-from icestream.sinks.iceberg.letters import IcebergLetterBox
-from icestream.sinks.opensearch import OpenSearchOptions, OpenSearchSink
+from icestream.sinks import Sink
+from icestream.sinks.options import SinkOptions
 from icestream.sinks.transformed import TransformedSink
 from icestream.sources import Source
-from icestream.sources.cockroachdb import CockroachdbOptions, TopicsOptions
-from icestream.sources.cockroachdb.files import CockroachdbFiles
-from icestream.sources.cockroachdb.topics import CockroachdbTopics
-from icestream.sources.iceberg import IcebergSource, IcebergSourceOptions, IcebergTableOptions
-from icestream.sources.kafka import KafkaOptions, KafkaSource
-from icestream.sources.kafka.route import Route
-from icestream.sources.kafka.split import Keys, Reading
-from icestream.sources.postgres import PostgresOptions, PostgresSource
+from icestream.sources.options import Opening, SourceOptions, refused_for_topics
 from icestream.transform import Selects
 from icestream.worker import map_tasks, write_epoch, write_events, write_transformed
 
-SOURCES: dict[str, type] = {
-    "cockroachdb": CockroachdbOptions,
-    "iceberg": IcebergSourceOptions,
-    "kafka": KafkaOptions,
-    "postgres": PostgresOptions,
-}
-SINKS: dict[str, type] = {"iceberg": IcebergSinkOptions, "opensearch": OpenSearchOptions}
-# How often a slot moves on while the pipeline's own tables are idle and others are not.
-SLOT_HEARTBEAT_SECONDS = 300.0
-# Topics of an idle changefeed fill with resolved timestamps, and retention takes the old ones away.
-RESOLVED_HEARTBEAT_SECONDS = 3600.0
 # What becomes of records that cannot be taken.
 STOP = "stop"
 DEAD_LETTER = "dead_letter"
@@ -64,17 +44,6 @@ _RESERVED = "spark"
 _FILE_VERSION = "version"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _SECRET = re.compile(r"\$\{env:([A-Za-z_][A-Za-z0-9_]*)\}")
-_DURATION = re.compile(
-    r"P(?:(?P<days>\d+)D)?(?:T(?:(?P<hours>\d+)H)?(?:(?P<minutes>\d+)M)?"
-    r"(?:(?P<seconds>\d+(?:\.\d+)?)S)?)?",
-    re.IGNORECASE,
-)
-_SHORT_DURATION = re.compile(r"(?P<number>\d+)(?P<unit>ms|s|m|h|d)")
-_UNIT_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-_SINK_URL = "iceberg"
-# Options of a Kafka source that say the same of a changefeed, and are about its tables.
-_CHANGEFEED_ENVELOPE = "cockroachdb"
-_CHANGEFEED_TABLES = ("keys", "columns")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,8 +59,8 @@ class PipelineConfig:
     """One pipeline: a source, a sink, and how often."""
 
     name: str
-    source: CockroachdbOptions | PostgresOptions | KafkaOptions | IcebergSourceOptions
-    sink: IcebergSinkOptions | OpenSearchOptions
+    source: SourceOptions
+    sink: SinkOptions
     cadence: Cadence = field(default_factory=Cadence)
     on_error: str = field(
         default=STOP,
@@ -115,59 +84,27 @@ class PipelineConfig:
                 f"{self.name!r} cannot be a pipeline's name",
                 hint="Use letters, digits, '_', '-' and '.', and begin with a letter or digit.",
             )
-        out = isinstance(self.source, IcebergSourceOptions)
-        if out != isinstance(self.sink, OpenSearchOptions):
-            raise ConfigInvalid(
-                f"pipeline {self.name} joins a source and a sink that do not fit",
-                hint="Changes go from an iceberg source to an opensearch sink, and from every "
-                "other source to an iceberg sink.",
-            )
-        self._refuse_kafka_options()
+        self.sink.refuse_source(self.name, self.source.frames)
+        self._refuse_topic_options()
         self._refuse_unknown_transforms()
 
     def _refuse_unknown_transforms(self) -> None:
         """A select whose table is misspelled would let through what it was to mask."""
-        if self.transform and isinstance(self.sink, OpenSearchOptions):
-            raise ConfigInvalid(
-                f"pipeline {self.name} sets `transform`, which is for changes on their way into "
-                "Iceberg",
-                hint="Leave it out: documents hold the rows of the Iceberg table as they are.",
-            )
+        if self.transform:
+            self.sink.refuse_transform(self.name)
+        names = self.source.possible(self.sink.destination())
         for table in self.transform:
-            names = _table_names(self.source, self.sink)
             if names is not None and not any(map(partial(_matches, table), names)):
-                raise _unknown("table", table, names, f"{self.name}.transform")
+                raise unknown("table", table, names, f"{self.name}.transform")
 
-    def _refuse_kafka_options(self) -> None:
+    def _refuse_topic_options(self) -> None:
         """What only records of topics have must not be set for anything else."""
         if self.on_error not in (STOP, DEAD_LETTER):
             raise ConfigInvalid(f"{self.name}.on_error must be `{STOP}` or `{DEAD_LETTER}`")
-        routed = isinstance(self.sink, IcebergSinkOptions) and self.sink.route is not None
-        if isinstance(self.source, KafkaOptions) or not (routed or self.on_error == DEAD_LETTER):
-            return
-        if isinstance(self.source, CockroachdbOptions) and not routed:
-            raise ConfigInvalid(
-                f"pipeline {self.name} cannot set `on_error: {DEAD_LETTER}`",
-                detail="A snapshot of a changefeed holds all changes up to its timestamp, or none.",
-                hint="Leave `on_error` out: the pipeline stops at a row that cannot be taken.",
-            )
-        raise ConfigInvalid(
-            f"pipeline {self.name} sets `{'route' if routed else 'on_error'}`, "
-            "which is for Kafka sources",
-            hint="Leave it out: other sources tell the table of each row, and stop at rows that "
-            "cannot be taken.",
-        )
-
-
-def _table_names(source: object, sink: object) -> Sequence[str] | None:
-    """The names, or patterns, of all tables that a source may have; None when they are open."""
-    if isinstance(source, PostgresOptions | CockroachdbOptions):
-        return source.tables or None
-    if isinstance(source, KafkaOptions) and isinstance(sink, IcebergSinkOptions):
-        if sink.route is not None:
-            return list(sink.route.tables) or None
-        return None if source.topic_pattern else source.topics
-    return None
+        if self.sink.destination().route is not None and not self.source.from_topics:
+            raise refused_for_topics(self.name, "route")
+        if self.on_error == DEAD_LETTER:
+            self.source.refuse_dead_letters(self.name)
 
 
 def _matches(table: str, pattern: str) -> bool:
@@ -186,7 +123,7 @@ class Config:
         known = {pipeline.name: pipeline for pipeline in self.pipelines}
         for name in names:
             if name not in known:
-                raise _unknown("pipeline", name, list(known), "the file")
+                raise unknown("pipeline", name, list(known), "the file")
         return [known[name] for name in names] if names else self.pipelines
 
 
@@ -251,7 +188,7 @@ def parse(document: object, names: Sequence[str] = (), first: bool = False) -> C
             hint="Write `<name>: {source: ..., sink: ...}` for each pipeline.",
         )
     given = _with_secrets(document.get(_RESERVED) or {}, _RESERVED)
-    spark = _options(SparkOptions, given, _RESERVED)
+    spark = taken(SparkOptions, given, _RESERVED)
     bodies = {str(name): body for name, body in document.items() if name != _RESERVED}
     if isinstance(bodies.get(_FILE_VERSION), str | int):
         del bodies[_FILE_VERSION]
@@ -269,7 +206,7 @@ def parse(document: object, names: Sequence[str] = (), first: bool = False) -> C
 def _wanted(known: Sequence[str], names: Sequence[str], first: bool) -> Sequence[str]:
     for name in names:
         if name not in known:
-            raise _unknown("pipeline", name, known, "the file")
+            raise unknown("pipeline", name, known, "the file")
     return names or (known[:1] if first else known)
 
 
@@ -282,107 +219,63 @@ def _pipeline(name: str, body: object) -> PipelineConfig:
     known = ["source", "sink", "on_error", "transform", *sorted(cadence_fields)]
     for key in body:
         if key not in known:
-            raise _unknown("key", str(key), known, name)
+            raise unknown("key", str(key), known, name)
     for key in ("source", "sink"):
         if key not in body:
             raise ConfigInvalid(f"pipeline {name} has no {key}", hint=f"Add `{key}:` to it.")
     cadence = {key: value for key, value in body.items() if key in cadence_fields}
-    source = _connector(_as_changefeed(body["source"], name), SOURCES, f"{name}.source")
+    source = _source(body["source"], f"{name}.source")
     sink = _sink(body["sink"], f"{name}.sink")
     _one_table_for_a_url(body["sink"], source, name)
     return PipelineConfig(
         name=name,
         source=source,
         sink=sink,
-        cadence=_options(Cadence, cadence, name),
+        cadence=taken(Cadence, cadence, name),
         on_error=str(body.get("on_error", STOP)),
-        transform=_value(Mapping[str, str], body.get("transform") or {}, f"{name}.transform"),
+        transform=checked_map(body.get("transform") or {}, f"{name}.transform"),
     )
 
 
-def _as_changefeed(source: object, name: str) -> object:
-    """The source; topics in CockroachDB's envelope are the same as `cockroachdb: {kafka: ...}`."""
-    if not isinstance(source, Mapping) or list(source) != ["kafka"]:
-        return source
-    kafka = source["kafka"]
-    value = kafka.get("value") if isinstance(kafka, Mapping) else None
-    if not isinstance(kafka, Mapping) or not isinstance(value, Mapping):
-        return source
-    if value.get("envelope") != _CHANGEFEED_ENVELOPE:
-        return source
-    place = f"{name}.source.kafka"
-    if set(value) - {"envelope", "format"} or value.get("format", "json") != "json":
-        raise ConfigInvalid(
-            f"{place}.value can only be `{{format: json, envelope: {_CHANGEFEED_ENVELOPE}}}`",
-            hint="Create the changefeed with format=json, the default.",
-        )
-    tables = {key: kafka[key] for key in _CHANGEFEED_TABLES if key in kafka}
-    topics = {key: v for key, v in kafka.items() if key != "value" and key not in tables}
-    known = [option.name for option in dataclasses.fields(TopicsOptions)]
-    for key in topics:
-        if key not in known:
-            raise ConfigInvalid(
-                f"{place}.{key} does not go with `envelope: {_CHANGEFEED_ENVELOPE}`",
-                hint=f"Known there: {', '.join([*known, *_CHANGEFEED_TABLES])}; "
-                "`source.cockroachdb` has more options for a changefeed.",
-            )
-    return {"cockroachdb": {"kafka": topics, **tables}}
+def _source(body: object, place: str) -> SourceOptions:
+    kind, given = _kind(body, SOURCES.kinds(), place)
+    options, within = SOURCES.options(kind, place), f"{place}.{kind}"
+    meant = options.stands_for(given, within) if isinstance(given, Mapping) else None
+    found: SourceOptions = _source(meant, place) if meant else taken(options, given, within)
+    return found
 
 
-def _connector(body: object, kinds: Mapping[str, type], place: str) -> Any:
-    if not isinstance(body, Mapping) or len(body) != 1:
-        raise ConfigInvalid(
-            f"{place} must name one kind", hint=f"Known kinds: {', '.join(sorted(kinds))}."
-        )
-    kind, options = next(iter(body.items()))
-    if kind not in kinds:
-        raise _unknown("kind", str(kind), list(kinds), place)
-    return _options(kinds[kind], options or {}, f"{place}.{kind}")
-
-
-def _sink(body: object, place: str) -> IcebergSinkOptions | OpenSearchOptions:
+def _sink(body: object, place: str) -> SinkOptions:
     if isinstance(body, list):
         if len(body) != 1:
             raise ConfigInvalid(f"{place} must name one sink")
         body = body[0]
     if isinstance(body, str):
         return parse_sink_url(body)
-    options: IcebergSinkOptions | OpenSearchOptions = _connector(body, SINKS, place)
-    if isinstance(options, IcebergSinkOptions) and options.format_version not in (2, 3):
-        raise ConfigInvalid(f"{place}.iceberg.format_version must be 2 or 3")
-    return options
+    kind, given = _kind(body, SINKS.kinds(), place)
+    found: SinkOptions = taken(SINKS.options(kind, place), given, f"{place}.{kind}")
+    return found
 
 
-def parse_sink_url(url: str) -> IcebergSinkOptions:
-    """`iceberg://<rest-endpoint>/<namespace>/<table>?warehouse=...&equality_delete_by=...`.
-
-    Other parameters are handed to the catalog as they are; `tls=true` speaks HTTPS to it.
-    """
-    parts = urlsplit(url)
-    path = [part for part in parts.path.split("/") if part]
-    if parts.scheme != _SINK_URL or not parts.netloc or len(path) < 2:
-        raise ConfigInvalid(
-            "the sink's URL is not understood",
-            hint="Write iceberg://<rest-endpoint>/<namespace>/<table>?warehouse=s3://...",
-        )
-    parameters = dict(parse_qsl(parts.query))
-    key = [name for name in parameters.pop("equality_delete_by", "").split(",") if name]
-    scheme = "https" if parameters.pop("tls", "false") == "true" else "http"
-    branch = parameters.pop("branch", "main")
-    prefix = "".join(f"/{part}" for part in path[:-2])
-    catalog = {"type": "rest", "uri": f"{scheme}://{parts.netloc}{prefix}", **parameters}
-    return IcebergSinkOptions(
-        catalog=catalog,
-        namespace=path[-2],
-        branch=branch,
-        tables={ANY_TABLE: TableOptions(table=path[-1], equality_delete_by=key)},
-    )
+def _kind(body: object, kinds: Sequence[str], place: str) -> tuple[str, object]:
+    if not isinstance(body, Mapping) or len(body) != 1:
+        raise ConfigInvalid(f"{place} must name one kind", hint=f"Known kinds: {', '.join(kinds)}.")
+    ((kind, given),) = body.items()
+    return str(kind), given
 
 
-def _one_table_for_a_url(body: object, source: Any, name: str) -> None:
-    if isinstance(source, CockroachdbOptions) and source.kafka and not source.tables:
-        source = source.kafka
-    tables: Sequence[object] = getattr(source, "topics", ()) or getattr(source, "tables", ())
+def parse_sink_url(url: str) -> SinkOptions:
+    """The sink that a text describes, `<kind>://...`."""
+    scheme = urlsplit(url).scheme
+    forms = {kind: SINKS.options(kind).url_form for kind in SINKS.kinds()}
+    if not forms.get(scheme):
+        hint = f"Write {' or '.join(form for form in forms.values() if form)}"
+        raise ConfigInvalid("the sink's URL is not understood", hint=hint)
+    return SINKS.options(scheme).from_url(url)
+
+
+def _one_table_for_a_url(body: object, source: SourceOptions, name: str) -> None:
+    tables = source.named()
     if isinstance(body, str) and len(tables) > 1:
         raise ConfigInvalid(
             f"{name}.sink names one table and {name}.source has {len(tables)}",
@@ -392,12 +285,12 @@ def _one_table_for_a_url(body: object, source: Any, name: str) -> None:
 
 def catalogs(configs: Sequence[PipelineConfig]) -> list[dict[str, str]]:
     """The properties of every catalog that these pipelines use."""
-    maps: list[Mapping[str, str]] = []
-    for config in configs:
-        if isinstance(config.sink, IcebergSinkOptions):
-            maps.append(config.sink.catalog)
-        if isinstance(config.source, IcebergSourceOptions):
-            maps += [table.catalog or config.source.catalog for table in config.source.tables]
+    maps = [
+        each
+        for config in configs
+        for end in (config.sink, config.source)
+        for each in end.catalogs()
+    ]
     return [catalog_properties(each) for each in maps]
 
 
@@ -406,193 +299,47 @@ def open_session(config: Config, pipelines: Sequence[PipelineConfig]) -> SparkSe
     return sessions.session(catalogs(pipelines), config.spark.master, config.spark.conf)
 
 
-def open_catalog(catalog: Mapping[str, str], spark: SparkSession) -> Catalog:
-    """The catalog that a map describes."""
-    properties = catalog_properties(catalog)
-    _make_folders(properties)
-    return Catalog(spark._jvm, spark._jsparkSession.sessionState().newHadoopConf(), properties)
+def open_sink(config: PipelineConfig, spark: SparkSession) -> Any:
+    """The pipeline's sink, with what only it can."""
+    return config.sink.open(config.name, spark)
 
 
-def open_table(catalog: Mapping[str, str], name: str, spark: SparkSession) -> Table:
-    """A table of a catalog, by its name with its namespace; it must exist."""
-    *namespace, last = name.split(".")
-    table = open_catalog(catalog, spark).load(TableName(namespace=tuple(namespace), name=last))
-    if table is None:
-        raise ConfigInvalid(
-            f"there is no table {name}", hint="Name it with its namespace, as in `shop.orders`."
-        )
-    return table
-
-
-def open_sink(config: PipelineConfig, spark: SparkSession) -> IcebergSink | OpenSearchSink:
-    """The pipeline's sink, connected."""
-    if isinstance(config.sink, OpenSearchOptions):
-        return OpenSearchSink(config.sink, config.name)
-    catalog = open_catalog(config.sink.catalog, spark)
-    read_rows = partial(sessions.stored_rows, spark, bytes_max=config.sink.lookup_bytes_max)
-    return IcebergSink(catalog, config.sink, config.name, read_rows)
-
-
-def open_source(config: PipelineConfig, spark: SparkSession) -> Source:
+def open_source(
+    config: PipelineConfig, spark: SparkSession, letter_box: LetterBox | None = None
+) -> Source:
     """The pipeline's source."""
-    options = config.source
-    if isinstance(options, IcebergSourceOptions):
-        shared = options.catalog
-
-        def table(named: IcebergTableOptions) -> Table:
-            return open_table(named.catalog or shared, named.table_name, spark)
-
-        return IcebergSource(options, spark, table)
-    if isinstance(options, KafkaOptions):
-        return _kafka_source(config, options, spark.sparkContext.defaultParallelism)
-    if isinstance(options, PostgresOptions):
-        parallelism = spark.sparkContext.defaultParallelism
-        by = partial(_delete_columns, config)
-        return PostgresSource(options, config.name, config.cadence.budget, parallelism, by)
-
-    def index(tasks: Sequence[Any]) -> Sequence[Any]:
-        return map_tasks(spark, tasks)
-
-    budget = config.cadence.budget
-    if options.kafka is not None:
-        workers = spark.sparkContext.defaultParallelism
-        return CockroachdbTopics(options, config.name, index, workers, budget)
-    return CockroachdbFiles(options, config.name, index, budget)
-
-
-def _delete_columns(config: PipelineConfig, table: str) -> Sequence[str]:
-    """The columns that the sink deletes rows of a table by, as the source names them.
-
-    None when the source's key decides, or a transform may have given them other names.
-    """
-    sink = config.sink
-    if not isinstance(sink, IcebergSinkOptions) or table in config.transform:
-        return ()
-    options = sink.tables.get(table) or sink.tables.get(ANY_TABLE) or TableOptions()
-    return options.equality_delete_by or sink.equality_delete_by
-
-
-def _kafka_source(config: PipelineConfig, options: KafkaOptions, workers: int) -> KafkaSource:
-    assert isinstance(config.sink, IcebergSinkOptions)
-    sink, route = config.sink, config.sink.route
-    given = {table: each.equality_delete_by for table, each in sink.tables.items()}
-    reading = Reading(
-        settings=options.settings(),
-        value=options.value,
-        registry=options.schema_registry,
-        route=Route(**dataclasses.asdict(route)) if route else Route(),
-        keys=Keys(by_table={**given, **options.keys}, otherwise=sink.equality_delete_by),
-        declared={
-            table: {name: parse_type(text) for name, text in types.items()}
-            for table, types in options.columns.items()
-        },
-        read_timeout=options.read_timeout,
+    opening = Opening(
+        pipeline=config.name,
+        budget=config.cadence.budget,
+        spark=spark,
+        run_tasks=partial(map_tasks, spark),
+        destination=config.sink.destination(),
+        transformed=frozenset(config.transform),
         dead_letters=config.on_error == DEAD_LETTER,
-        keyed=options.keyed,
+        letter_box=letter_box,
     )
-    source = KafkaSource(options, config.name, reading, config.cadence.budget, workers)
-    source.table_names = table_names_of(sink)
-    return source
+    return config.source.open(opening)
 
 
 def open_pipeline(config: PipelineConfig, spark: SparkSession) -> Pipeline:
     """The pipeline, ready to run."""
-    sink, source = open_sink(config, spark), open_source(config, spark)
-    if isinstance(sink, IcebergSink) and isinstance(source, KafkaSource):
-        read_staged = partial(sessions.staged_rows, spark)
-        source.letter_box = IcebergLetterBox(sink, config.name, read_staged)
-    cadence = config.cadence
-    if cadence.heartbeat_interval is None and isinstance(config.source, PostgresOptions):
-        cadence = dataclasses.replace(cadence, heartbeat_interval=SLOT_HEARTBEAT_SECONDS)
-    feed = isinstance(config.source, CockroachdbOptions) and config.source.kafka is not None
-    if cadence.heartbeat_interval is None and feed:
-        cadence = dataclasses.replace(cadence, heartbeat_interval=RESOLVED_HEARTBEAT_SECONDS)
-    if isinstance(config.source, IcebergSourceOptions):
-        # One after the other: what a document becomes must never depend on which epoch is faster.
-        cadence = dataclasses.replace(
-            cadence, commit_interval=config.source.interval, epochs_in_flight=1
-        )
-        return Pipeline(config.name, source, sink, cadence, partial(write_events, spark))
-    if config.transform and isinstance(sink, IcebergSink):
+    sink = open_sink(config, spark)
+    source = open_source(config, spark, config.sink.letter_box(sink, config.name, spark))
+    cadence = _cadence(config)
+    if config.transform:
         selects = Selects(spark, config.transform)
-        into = TransformedSink(sink, selects, source.declared)
+        into: Sink = TransformedSink(sink, selects, source.declared)
         return Pipeline(config.name, source, into, cadence, partial(write_transformed, selects))
-    return Pipeline(config.name, source, sink, cadence, partial(write_epoch, spark))
+    write = write_events if config.source.frames else write_epoch
+    return Pipeline(config.name, source, sink, cadence, partial(write, spark))
 
 
-def _make_folders(properties: Mapping[str, str]) -> None:
-    """SQLite makes its file, but not the folder that it lies in."""
-    uri = properties.get("uri", "")
-    if uri.startswith("jdbc:sqlite:/"):
-        Path(uri.removeprefix("jdbc:sqlite:")).parent.mkdir(parents=True, exist_ok=True)
-
-
-def _options(kind: type, given: object, place: str) -> Any:
-    """An options dataclass from a map, each value as its declaration wants it."""
-    if not isinstance(given, Mapping):
-        raise ConfigInvalid(f"{place} must be a map of options")
-    declared = {option.name: option for option in dataclasses.fields(kind)}
-    hints = typing.get_type_hints(kind)
-    values = {}
-    for key, value in given.items():
-        if key not in declared:
-            raise _unknown("key", str(key), list(declared), place)
-        option = declared[key]
-        wanted = f"{place}.{key}"
-        if option.metadata.get("unit") == "duration":
-            values[key] = parse_duration(value, wanted)
-        else:
-            values[key] = _value(hints[key], value, wanted)
-    return kind(**values)
-
-
-def _value(hint: Any, value: object, place: str) -> Any:
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (types.UnionType, typing.Union):
-        hint = next(argument for argument in arguments if argument is not type(None))
-        return None if value is None else _value(hint, value, place)
-    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-        return _options(hint, value or {}, place)
-    if origin is not None and issubclass(origin, Mapping):
-        if not isinstance(value, Mapping):
-            raise ConfigInvalid(f"{place} must be a map")
-        return {str(k): _value(arguments[1], v, f"{place}.{k}") for k, v in value.items()}
-    if origin is not None and issubclass(origin, Sequence):
-        if isinstance(value, str):
-            return [value]
-        if not isinstance(value, list):
-            raise ConfigInvalid(f"{place} must be a list")
-        return [_value(arguments[0], item, place) for item in value]
-    return _scalar(hint, value, place)
-
-
-def _scalar(hint: type, value: object, place: str) -> Any:
-    if hint is str and isinstance(value, str | int | float | bool):
-        return str(value).lower() if isinstance(value, bool) else str(value)
-    if hint is int and isinstance(value, int) and not isinstance(value, bool):
-        return value
-    if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
-    if hint is bool and isinstance(value, bool):
-        return value
-    # The value itself is not shown: it may be a secret.
-    raise ConfigInvalid(f"{place} must be a {hint.__name__}, not a {type(value).__name__}")
-
-
-def parse_duration(value: object, place: str) -> float:
-    """Seconds from an ISO 8601 duration (`PT10S`, `PT1M30S`, `P1D`), `30s` or a number."""
-    if isinstance(value, int | float) and not isinstance(value, bool) and value >= 0:
-        return float(value)
-    short = _SHORT_DURATION.fullmatch(value) if isinstance(value, str) else None
-    if short:
-        return float(short["number"]) * _UNIT_SECONDS[short["unit"]]
-    found = _DURATION.fullmatch(value) if isinstance(value, str) else None
-    if not found or not any(found.groups()):
-        raise ConfigInvalid(
-            f"{place} is not a duration", hint="Write it as ISO 8601 does: PT10S, PT5M, P1D."
-        )
-    parts = {unit: float(number or 0) for unit, number in found.groupdict().items()}
-    return parts["days"] * 86400 + parts["hours"] * 3600 + parts["minutes"] * 60 + parts["seconds"]
+def _cadence(config: PipelineConfig) -> Cadence:
+    """As the file says, with what the source decides and its default heartbeat."""
+    cadence = dataclasses.replace(config.cadence, **config.source.cadence())
+    if cadence.heartbeat_interval is not None:
+        return cadence
+    return dataclasses.replace(cadence, heartbeat_interval=config.source.heartbeat_seconds())
 
 
 def _with_secrets(value: Any, place: str) -> Any:
@@ -625,9 +372,21 @@ def _secrets_lacking(value: Any) -> bool:
     return any(name not in os.environ for name in named)
 
 
-def _unknown(what: str, key: str, known: Sequence[str], place: str) -> ConfigInvalid:
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    hint = f"Did you mean `{near[0]}`? " if near else ""
-    return ConfigInvalid(
-        f"unknown {what} `{key}` in {place}", hint=f"{hint}Known: {', '.join(sorted(known))}."
-    )
+__all__ = [
+    "DEAD_LETTER",
+    "STOP",
+    "Config",
+    "PipelineConfig",
+    "SparkOptions",
+    "catalogs",
+    "load",
+    "open_catalog",
+    "open_pipeline",
+    "open_session",
+    "open_sink",
+    "open_source",
+    "open_table",
+    "parse",
+    "parse_duration",
+    "parse_sink_url",
+]

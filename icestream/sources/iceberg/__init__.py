@@ -24,7 +24,7 @@ import logging
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain, zip_longest
 from math import inf
 from typing import Any, Literal
@@ -42,6 +42,7 @@ from icestream.iceberg.table import Table
 from icestream.schema import Column, TableShape, schema_from_json
 from icestream.sources import FrameSplit, Part, Source
 from icestream.sources.iceberg.changelog import BY_PLACE, BY_ROW_ID, Changelog
+from icestream.sources.iceberg.options import IcebergSourceOptions, IcebergTableOptions
 
 log = logging.getLogger(__name__)
 
@@ -58,89 +59,6 @@ class Anything(PrimitiveType):
     """The type of a column whose values may have any shape."""
 
     root: Literal["anything"] = "anything"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IcebergTableOptions:
-    """What can be said of one table."""
-
-    table_name: str = field(
-        default="", metadata={"doc": "Name in the catalog, with its namespace."}
-    )
-    catalog: Mapping[str, str] = field(
-        default_factory=dict, metadata={"doc": "Catalog of this table, if it has its own."}
-    )
-    identifier_columns: Sequence[str] = field(
-        default=(),
-        metadata={
-            "doc": "Columns that identify a row; by default its row id (format version 3 only)."
-        },
-    )
-    disable_export: bool = field(
-        default=False, metadata={"doc": "Only changes from now on, without what is there already."}
-    )
-    polling_interval: float | None = field(
-        default=None,
-        metadata={"doc": "As `polling_interval` of the source.", "unit": "duration"},
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IcebergSourceOptions:
-    """Options of Iceberg tables as a source."""
-
-    tables: Sequence[IcebergTableOptions] = field(
-        default=(), metadata={"doc": "The tables to read."}
-    )
-    catalog: Mapping[str, str] = field(
-        default_factory=dict,
-        metadata={"doc": "Handed to Iceberg as it is; an embedded SQLite catalog by default."},
-    )
-    polling_interval: float = field(
-        default=30.0,
-        metadata={"doc": "Time between two looks for new snapshots.", "unit": "duration"},
-    )
-    branch: str = field(default="main", metadata={"doc": "Branch whose snapshots are followed."})
-    net_changes: bool = field(
-        default=False,
-        metadata={"doc": "All new snapshots at once, as the difference that they make together."},
-    )
-    group_bytes: int = field(
-        default=16 * 1024**2,
-        metadata={
-            "doc": "Small snapshots that wait are taken together, as the difference that they "
-            "make, while they have added and removed files of no more than this. 0 takes each "
-            "snapshot alone.",
-            "unit": "bytes",
-        },
-    )
-    load_bytes: int = field(
-        default=512 * 1024**2,
-        metadata={"doc": "Bytes of files in one step of the first load.", "unit": "bytes"},
-    )
-    acknowledgments: bool = field(
-        default=True, metadata={"doc": "Always on: progress follows what the sink has taken."}
-    )
-
-    def __post_init__(self) -> None:
-        if not self.acknowledgments:
-            raise ConfigInvalid(
-                "acknowledgments cannot be switched off",
-                hint="Leave it out: progress always follows what the sink has taken.",
-            )
-        names = [table.table_name for table in self.tables]
-        if not names or not all(names) or len(set(names)) < len(names):
-            twice = names and all(names)
-            raise ConfigInvalid(
-                "a table is named twice" if twice else "the iceberg source lacks a table's name",
-                hint="Write `tables: [{table_name: shop.orders, identifier_columns: [id]}]`.",
-            )
-
-    @property
-    def interval(self) -> float:
-        """The shortest of the polling intervals."""
-        own = [table.polling_interval for table in self.tables]
-        return min([each for each in own if each is not None], default=self.polling_interval)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,12 +14,11 @@ which a topic is read in the order of time, because keys have moved to other par
 """
 
 import logging
-import re
 import threading
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import groupby
 
@@ -37,7 +36,6 @@ from icestream.sources import Budget, LettersTried, Part, Source, SplitsLost
 from icestream.sources.kafka.changes import no_key
 from icestream.sources.kafka.client import Cluster, Topic
 from icestream.sources.kafka.consumer import PartitionStalled, Range
-from icestream.sources.kafka.envelope import REGISTERED, ValueOptions
 from icestream.sources.kafka.growth import (
     GRACE_MS,
     SETTLE_SECONDS,
@@ -49,10 +47,10 @@ from icestream.sources.kafka.growth import (
     span_of,
     topics_by_time,
 )
+from icestream.sources.kafka.options import GO_ON, LATEST, KafkaOptions
 from icestream.sources.kafka.partitions import balanced, recreated, refuse_lost
 from icestream.sources.kafka.partitions import partition_name as _name
 from icestream.sources.kafka.partitions import partition_parts as _parts
-from icestream.sources.kafka.registry import RegistryOptions
 from icestream.sources.kafka.replay import (
     GROUP_BYTES_MAX,
     REPLAYED,
@@ -79,114 +77,10 @@ from icestream.sources.kafka.split import (
 log = logging.getLogger(__name__)
 
 VALID_THROUGH = "icestream.valid-through"
-EARLIEST = "earliest"
-LATEST = "latest"
-STOP = "stop"
-GO_ON = "continue"
 # Bounds of epochs that are named at once; the next ones are named when these are used up.
 EPOCHS_AHEAD = 16
 # Before anything was read a record is taken to be this large.
 RECORD_BYTES = 1024
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KafkaOptions:
-    """Options of the Kafka source."""
-
-    bootstrap_servers: str = field(
-        default="", metadata={"doc": "Brokers to begin with, as `host:port,host:port`."}
-    )
-    topics: Sequence[str] = field(default=(), metadata={"doc": "Topics to read."})
-    topic_pattern: str = field(
-        default="",
-        metadata={"doc": "Regular expression; topics that match it as a whole are read as well."},
-    )
-    value: ValueOptions = field(
-        default_factory=ValueOptions, metadata={"doc": "What records are, and what they mean."}
-    )
-    schema_registry: RegistryOptions | None = field(
-        default=None, metadata={"doc": "Where the schemas of Avro and Protobuf records are."}
-    )
-    keys: Mapping[str, Sequence[str]] = field(
-        default_factory=dict,
-        metadata={"doc": "Columns that identify a row, by table; the record's key by default."},
-    )
-    columns: Mapping[str, Mapping[str, str]] = field(
-        default_factory=dict,
-        metadata={"doc": "Iceberg types by table and column, where records do not tell them."},
-    )
-    keyed: bool = field(
-        default=True,
-        metadata={
-            "doc": "All records of a key are in one partition, unless the topic is given more "
-            "partitions. When that is not so, `false` has changes ordered by the records' "
-            "timestamps, at the price of a shuffle."
-        },
-    )
-    start: str = field(
-        default=EARLIEST,
-        metadata={
-            "doc": "Where partitions begin that are there at the first run: `earliest`, `latest`."
-        },
-    )
-    group_id: str = field(
-        default="",
-        metadata={"doc": "Consumer group that mirrors progress; `icestream-<pipeline>` if empty."},
-    )
-    read_timeout: float = field(
-        default=60.0,
-        metadata={
-            "doc": "A partition that gives nothing for so long is left out for a while.",
-            "unit": "duration",
-        },
-    )
-    on_recreated: str = field(
-        default=STOP,
-        metadata={
-            "doc": "When a topic was deleted and created anew: `stop`, or `continue` with the new "
-            "one from its beginning."
-        },
-    )
-    properties: Mapping[str, str] = field(
-        default_factory=dict,
-        metadata={"doc": "Settings of the Kafka client (librdkafka), such as `sasl.username`."},
-    )
-
-    def __post_init__(self) -> None:
-        if not self.bootstrap_servers or not (self.topics or self.topic_pattern):
-            lacking = "topics" if self.bootstrap_servers else "bootstrap_servers"
-            raise ConfigInvalid(
-                f"the Kafka source lacks `{lacking}`",
-                hint="Write `kafka: {bootstrap_servers: localhost:9092, topics: [orders]}`.",
-            )
-        formats = {self.value.format, self.value.keys_format()}
-        if not formats.isdisjoint(REGISTERED) and not (
-            self.schema_registry and self.schema_registry.url
-        ):
-            raise ConfigInvalid(
-                f"records in {self.value.format} need a schema registry",
-                hint="Write `schema_registry: {url: http://localhost:8081}`.",
-            )
-        _refuse_unknown("start", self.start, (EARLIEST, LATEST))
-        _refuse_unknown("on_recreated", self.on_recreated, (STOP, GO_ON))
-        for table, columns in self.columns.items():
-            lower = Counter(name.lower() for name in columns)
-            if alike := [name for name in columns if lower[name.lower()] > 1]:
-                raise ConfigInvalid(
-                    f"columns {' and '.join(alike)} of table {table} cannot be told apart",
-                    detail="Readers do not mind the case of letters.",
-                    hint="Declare one of them.",
-                )
-        try:
-            re.compile(self.topic_pattern)
-        except re.error as error:
-            raise ConfigInvalid(
-                "topic_pattern is not a regular expression", detail=f"{error}."
-            ) from error
-
-    def settings(self) -> dict[str, str]:
-        """What the client is told."""
-        return {**self.properties, "bootstrap.servers": self.bootstrap_servers}
 
 
 class KafkaSource(Source):
@@ -1058,10 +952,3 @@ def _frontier(lower: Frontier, offsets: Mapping[str, int], first: Mapping[str, i
     """The frontier at these offsets; partitions that are not among them stay where they are."""
     ahead = {name: (offset, first[name]) for name, offset in offsets.items()}
     return Frontier({**lower.positions, **ahead})
-
-
-def _refuse_unknown(option: str, value: str, known: Sequence[str]) -> None:
-    if value not in known:
-        raise ConfigInvalid(
-            f"source.kafka.{option} cannot be `{value}`", hint=f"Known: {', '.join(known)}."
-        )

@@ -19,7 +19,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,7 @@ from icestream.sources.postgres.connection import (
     parse_dsn,
 )
 from icestream.sources.postgres.decode import TYPES_QUERY, PgType, in_binary, kinds_by_oid
+from icestream.sources.postgres.options import PostgresOptions
 from icestream.sources.postgres.publications import Coverage, left_out, waiting
 from icestream.sources.postgres.server import PgTable, Server, Slot, table_name
 from icestream.sources.postgres.spool import Spool, SpoolUnreadable
@@ -103,55 +104,6 @@ _PROTOCOL = "1"
 # The server keeps its log from the witness on. When this much has come since the last transaction
 # that was sent, because other tables are busy, a message of our own becomes the witness.
 _UNWITNESSED_BYTES_MAX = 16 * 1024**2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PostgresOptions:
-    """Options of the PostgreSQL source."""
-
-    dsn: str = field(default="", metadata={"doc": "Where the server is, as libpq takes it."})
-    tables: Sequence[str] = field(
-        default=(), metadata={"doc": "Tables as `schema.table`, or patterns such as `public.*`."}
-    )
-    chunk_pages: int = field(
-        default=2048, metadata={"doc": "Pages of 8 KiB that a copy reads in one piece."}
-    )
-    tables_in_parallel: int = field(
-        default=2, metadata={"doc": "Tables that are copied at the same time."}
-    )
-    slot: str = field(
-        default="", metadata={"doc": "Name of the replication slot; `icestream_<pipeline>`."}
-    )
-    publication: str = field(
-        default="",
-        metadata={"doc": "A publication of your own; without it icestream makes and keeps one."},
-    )
-    identifier_columns: Mapping[str, Sequence[str]] = field(
-        default_factory=dict,
-        metadata={"doc": "Columns that identify a row, for tables without a primary key."},
-    )
-    parents_alone: Sequence[str] = field(
-        default=(),
-        metadata={"doc": "Tables with inheritance children of which only their own rows come."},
-    )
-    columns: Mapping[str, Mapping[str, str]] = field(
-        default_factory=dict, metadata={"doc": "Iceberg types by table and column, over the rule."}
-    )
-    spool: str = field(
-        default="",
-        metadata={
-            "doc": "Folder for changes on their way; coordinator and workers reach it as one user."
-        },
-    )
-
-    def __post_init__(self) -> None:
-        if not self.dsn or not self.tables:
-            raise ConfigInvalid(
-                f"the PostgreSQL source lacks `{'tables' if self.dsn else 'dsn'}`",
-                hint="Write `postgres: {dsn: postgresql://..., tables: [public.orders]}`.",
-            )
-        if self.chunk_pages < 1 or self.tables_in_parallel < 1:
-            raise ConfigInvalid("chunk_pages and tables_in_parallel must be at least 1")
 
 
 @dataclass(slots=True, kw_only=True)

@@ -22,7 +22,8 @@ from icestream.iceberg.table import OWNER_PROPERTY
 from icestream.names import TableNames
 from icestream.schema import new_schema
 from icestream.sinks import iceberg
-from icestream.sinks.iceberg import IcebergSink, IcebergSinkOptions, RouteOptions, TableOptions
+from icestream.sinks.iceberg import IcebergSink
+from icestream.sinks.iceberg.options import IcebergSinkOptions, RouteOptions, TableOptions
 from icestream.sinks.iceberg.owners import Owner, TableToClaim
 from tests.property.memory import Lake, MemoryCatalog
 from tests.unit.sinks.test_iceberg import SHAPE, commit, epoch, name, paths, sink

@@ -1,0 +1,72 @@
+"""What the options of a sink answer: they open it, and say what holds for pipelines that feed it.
+
+Each sink is a folder here. Its `options.py` has a dataclass of options that is a `SinkOptions`, and
+names it `OPTIONS`; the folder's name is the kind that pipeline files use. Nothing else has to know
+of the folder: `icestream.connectors` finds it.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Protocol, Self
+
+from icestream.dead_letters import LetterBox
+from icestream.destination import Destination
+from icestream.errors import ConfigInvalid
+from icestream.sinks import Sink
+
+
+class SinkOptions(Protocol):
+    """A frozen dataclass of options (see `icestream.options`) that opens its sink."""
+
+    __slots__ = ()
+
+    url_form: ClassVar[str] = ""
+    """How a sink is written as one text, `<kind>://...`; empty when it cannot be."""
+
+    def open(self, pipeline: str, spark: Any) -> Sink:
+        """The pipeline's sink; `spark` is the session."""
+        ...
+
+    def status(self, sink: Any, tables: Sequence[str], pipeline: str) -> list[dict[str, Any]]:
+        """What is durable: a row for each table of an opened sink, without claiming anything.
+
+        Each has `pipeline`, `table`, `source_table`, `state`, `generation`, `epoch`, `upper` (the
+        frontier, or None), `committed_at` (seconds, or None), `snapshot_id` (or None), and in
+        `trouble` the error that the next run would stop with.
+        """
+        ...
+
+    @classmethod
+    def from_url(cls, url: str) -> Self:
+        """The options that a text says; only asked of a sink with a `url_form`."""
+        raise NotImplementedError
+
+    def destination(self) -> Destination:
+        """What a source may want to know of the tables."""
+        return Destination()
+
+    def catalogs(self) -> Sequence[Mapping[str, str]]:
+        """The Iceberg catalogs that it writes to, whose jars the session must have."""
+        return ()
+
+    def catalog_of(self, table: str) -> Mapping[str, str] | None:
+        """The Iceberg catalog that has a table; None when the sink writes to none."""
+        return None
+
+    def letter_box(self, sink: Any, pipeline: str, spark: Any) -> LetterBox | None:
+        """Where dead letters of an opened sink are read again; None when it keeps none."""
+        return None
+
+    def refuse_source(self, pipeline: str, frames: bool) -> None:
+        """Raise `ConfigInvalid` for a source whose changes the sink cannot take.
+
+        `frames` is as of `icestream.sources.options.SourceOptions`.
+        """
+        return None
+
+    def refuse_transform(self, pipeline: str) -> None:
+        """Raise `ConfigInvalid` when no select can stand before the sink."""
+        return None
+
+    def refuse_rollback(self, pipeline: str) -> None:
+        """Raise `ConfigInvalid` unless the opened sink has `settle_rollback`."""
+        raise ConfigInvalid(f"pipeline {pipeline} does not write to tables that can be rolled back")
