@@ -1,4 +1,4 @@
-"""The command line: run, check, status, changes, rollback, replay, demo.
+"""The command line: run, check, status, changes, rollback, replay, schema, demo.
 
 Data goes to stdout, talk to stderr. Exit codes: 0 done, 1 could not (may succeed later), 2 the
 configuration is wrong, 3 an operator must decide, 4 fenced by a newer run, 5 an invariant broke;
@@ -110,6 +110,12 @@ def _parser() -> argparse.ArgumentParser:
     rollback.set_defaults(command=_rollback)
     _add_replay(commands, with_file)
     _add_changes(commands)
+    schema = commands.add_parser(
+        "schema",
+        parents=[_shared_options("warning")],
+        help="print the JSON Schema of the pipeline file, for editors",
+    )
+    schema.set_defaults(command=_schema)
     demo = commands.add_parser(
         "demo", parents=[_shared_options("warning")], help="show the main job end to end"
     )
@@ -419,6 +425,14 @@ def _change_line(row: dict[str, Any]) -> str:
     values = "  ".join(f"{name}={value}" for name, value in found.items())
     number, name = row["iceberg_snapshot_id"], row["iceberg_operation"]
     return f"{number}  {name:13}  {row['document_id'] or '-'}  {values}"
+
+
+def _schema(options: argparse.Namespace) -> int:
+    # It imports every connector there is.
+    from icestream.file_schema import file_schema
+
+    sys.stdout.write(json.dumps(file_schema(), indent=None if options.json else 1) + "\n")
+    return 0
 
 
 def _demo(options: argparse.Namespace) -> int:

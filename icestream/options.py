@@ -134,7 +134,10 @@ def _of_dataclass(kind: type) -> Any:
     return Annotated[
         keys,
         AfterValidator(lambda values: kind(**values)),
-        BeforeValidator(lambda given: _map({} if given is None else given, "map of options")),
+        BeforeValidator(
+            lambda given: _map({} if given is None else given, "map of options"),
+            json_schema_input_type=keys | None,
+        ),
     ]
 
 

@@ -16,7 +16,7 @@ PACKAGE = "icestream"
 LAYERS = (
     ("__main__",),
     ("cli", "preloaded"),
-    ("status", "demo"),
+    ("status", "demo", "file_schema"),
     ("samples",),
     ("config",),
     ("connectors",),
