@@ -2,6 +2,7 @@
 
 Nothing happens unless the environment variable `ICESTREAM_FAILPOINTS` names a point, as
 `name=action[@n]` separated by commas: `kill` ends the process as kill -9 would, `error` raises,
+`crash` raises there and from then on at every place in every thread, as if the process were gone,
 `off` switches the rule of that name off. `@n` lets the first n-1 passes go by. A kill says on
 standard error where it was, so that a test can tell it from any other.
 """
@@ -50,18 +51,23 @@ _lock = threading.Lock()
 
 
 class FailpointError(Exception):
-    """Raised by a failpoint whose action is `error`."""
+    """Raised by a failpoint whose action is `error` or `crash`."""
 
 
 def reach(name: str) -> None:
     """Do what the environment asks for at this place; nothing when it asks for nothing."""
-    action, from_pass = _settings().get(name, ("", 1))
-    if not action:
+    settings = _settings()
+    if not settings:
         return
+    action, from_pass = settings.get(name, ("", 1))
     with _lock:
         _passes[name] = _passes.get(name, 0) + 1
-        if _passes[name] != from_pass:
-            return
+        here = _passes[name] == from_pass
+        crashed = [p for p, (a, n) in settings.items() if a == "crash" and _passes.get(p, 0) >= n]
+    if crashed:
+        raise FailpointError(f"failpoint {crashed[0]}")
+    if not here:
+        return
     if action == "kill":
         # Past all buffers: nothing is flushed after this.
         os.write(_STANDARD_ERROR, f"{killed_at(name, from_pass)}\n".encode())

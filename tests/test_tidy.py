@@ -456,6 +456,34 @@ def test_every_page_that_promises_something_is_in_the_list_of_promises():
     assert len(said) == len(set(said)) > 100
 
 
+def kept_by(node: Function) -> str | None:
+    """What a test that is marked `long` says keeps its guarantee; None for any other."""
+    for each in node.decorator_list:
+        if ast.unparse(each).startswith("pytest.mark.long"):
+            named = {word.arg: word.value for word in getattr(each, "keywords", ())}
+            return str(ast.literal_eval(named["kept_by"])) if "kept_by" in named else ""
+    return None
+
+
+def test_what_takes_long_is_kept_by_a_test_that_does_not():
+    """U9: no guarantee is left to `make test-long` alone, nor is a promise of the docs."""
+    quick, long, wrong = set(), set(), []
+    for path in python_files("tests"):
+        for node in functions(path):
+            marked = long if kept_by(node) is not None else quick
+            marked.add(f"{path.relative_to(ROOT)}::{node.name}")
+    for test in sorted(long):
+        file = test.partition("::")[0]
+        (node,) = [each for each in functions(ROOT / file) if f"{file}::{each.name}" == test]
+        named = (kept_by(node) or "").partition("[")[0]
+        if (named if "::" in named else f"{file}::{named}") not in quick:
+            wrong.append(f"{test}: kept by {named}")
+    for _, promise, cell in promises():
+        named_tests = set(re.findall(r"`(tests/[\w/]+\.py::test_\w+)`", cell))
+        wrong += [promise] if named_tests and named_tests <= long else []
+    assert wrong == []
+
+
 def test_no_case_of_a_test_is_called_by_a_set():
     """U9: a set is printed in another order by each process, so both collect other tests."""
     wrong = []

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from confluent_kafka import Consumer, Producer, TopicPartition
 
@@ -39,6 +39,7 @@ PARTITIONS = 4
 ANSWER_SECONDS = 60.0
 # A killed run must find work, but not more than the next one can do while the feed goes on.
 PAUSE_SECONDS = 0.2
+PAUSE_SECONDS_HERE = 0.02
 # Some fifty timestamps, each a commit: however slow the machine is, the last run has an end.
 STEPS_MAX = 500
 # Of many snapshots so many have their rows compared; all have their timestamps compared.
@@ -48,8 +49,9 @@ SNAPSHOTS_READ = 25
 class FeedWriter(threading.Thread):
     """A random changefeed that goes on until it is stopped, and is complete then."""
 
-    def __init__(self, broker: KafkaBroker, prefix: str, seed: int):
+    def __init__(self, broker: KafkaBroker, prefix: str, seed: int, pause_seconds: float):
         super().__init__(name="changefeed", daemon=True)
+        self._pause_seconds = pause_seconds
         self._prefix = prefix
         self._ended = threading.Event()
         self._producer = Producer(
@@ -57,13 +59,13 @@ class FeedWriter(threading.Thread):
         )
         feed = Feed(send=self._send, partitions=dict.fromkeys(TABLES, PARTITIONS))
         self._feed = RandomChangefeed(random.Random(seed), feed, lambda *_: None)
-        self.transactions = 0
+        self.transactions, self.transactions_max = 0, STEPS_MAX
 
     def run(self) -> None:
         """One step after another."""
         self._feed.catch_up()
-        while not self._ended.wait(PAUSE_SECONDS):
-            if self.transactions >= STEPS_MAX:
+        while not self._ended.wait(self._pause_seconds):
+            if self.transactions >= self.transactions_max:
                 continue
             feed = self._feed
             # Partitions stay as they are: a new one would hold back a single run.
@@ -88,6 +90,8 @@ class FeedVictim(Victim):
     """Topics named like the victim, and the pipeline that reads them."""
 
     broker: KafkaBroker
+    # One step in ten resolves a timestamp, and less than half of these reach every partition.
+    transactions_each: ClassVar[int] = 60
 
     def __post_init__(self) -> None:
         for table in TABLES:
@@ -108,7 +112,8 @@ class FeedVictim(Victim):
 
     def writer(self, seed: int) -> FeedWriter:
         """The changefeed."""
-        return FeedWriter(self.broker, self.place.name, seed)
+        pause_seconds = PAUSE_SECONDS_HERE if self.here else PAUSE_SECONDS
+        return FeedWriter(self.broker, self.place.name, seed, pause_seconds)
 
     def assert_equal(self) -> None:
         """Each table has the snapshots that the log says, each with the rows that it says."""

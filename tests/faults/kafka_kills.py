@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from confluent_kafka import Consumer, Producer, TopicPartition
 
@@ -30,28 +30,33 @@ KEYS = 200
 ANSWER_SECONDS = 60.0
 # A killed run must find work, but not more than the next one can do while the producer goes on.
 PAUSE_SECONDS = 0.2
+PAUSE_SECONDS_HERE = 0.02
 ABORTED_SHARE = 0.1
 # Small epochs, so that a kill finds several on their way.
-CADENCE = {"commit_interval": "PT0.2S", "epoch_rows_max": 300}
+EPOCH_ROWS_MAX = 300
+EPOCH_ROWS_MAX_HERE = 60
 
 
 class TopicWriter(threading.Thread):
     """Produces transactions until it is stopped."""
 
-    def __init__(self, broker: KafkaBroker, topic: str, seed: int):
+    def __init__(self, broker: KafkaBroker, topic: str, seed: int, pause_seconds: float):
         super().__init__(name="producer", daemon=True)
+        self._pause_seconds = pause_seconds
         self._topic = topic
         self._random = random.Random(seed)
         self._ended = threading.Event()
         self._number = 0
-        self.transactions = 0
+        self.transactions, self.transactions_max = 0, sys.maxsize
         settings = {"bootstrap.servers": broker.bootstrap_servers, "transactional.id": topic}
         self._producer = Producer(settings)
         self._producer.init_transactions(ANSWER_SECONDS)
 
     def run(self) -> None:
         """One small transaction after another."""
-        while not self._ended.wait(PAUSE_SECONDS):
+        while not self._ended.wait(self._pause_seconds):
+            if self.transactions >= self.transactions_max:
+                continue
             self._producer.begin_transaction()
             for _ in range(self._random.randrange(1, 15)):
                 self._produce()
@@ -81,6 +86,7 @@ class TopicVictim(Victim):
 
     broker: KafkaBroker
     only_added: bool
+    transactions_each: ClassVar[int] = 8
 
     def __post_init__(self) -> None:
         self.broker.create_topic(self.place.name, PARTITIONS)
@@ -95,11 +101,17 @@ class TopicVictim(Victim):
         }
         route = {"field": "table", "tables": {table: f"^{table}$" for table in TABLES}}
         sink = {"catalog": dict(self.place.catalog), "namespace": self.place.name, "route": route}
-        return {"source": {"kafka": kafka}, "sink": {"iceberg": sink}, **CADENCE}
+        return {
+            "source": {"kafka": kafka},
+            "sink": {"iceberg": sink},
+            "commit_interval": "PT0.2S",
+            "epoch_rows_max": EPOCH_ROWS_MAX_HERE if self.here else EPOCH_ROWS_MAX,
+        }
 
     def writer(self, seed: int) -> TopicWriter:
         """Produces to the topic."""
-        return TopicWriter(self.broker, self.place.name, seed)
+        pause_seconds = PAUSE_SECONDS_HERE if self.here else PAUSE_SECONDS
+        return TopicWriter(self.broker, self.place.name, seed, pause_seconds)
 
     def settle(self) -> None:
         """The mark of a transaction may come after it is over."""

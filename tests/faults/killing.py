@@ -1,8 +1,8 @@
 """Killing a pipeline at random again and again, whatever it reads, then comparing.
 
-A victim is a pipeline that runs as a process of its own, over a source that a writer changes all
-the time. It is killed at failpoints; at the end a last run takes what is left, and the source
-itself is the oracle.
+A victim is a pipeline over a source that a writer changes all the time. It is killed at failpoints:
+as a process of its own by kill -9, or `here`, in this process, by a crash (`crashing`). At the end
+a last run takes what is left, and the source itself is the oracle.
 """
 
 import argparse
@@ -12,8 +12,8 @@ import sys
 import tempfile
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -22,20 +22,25 @@ import yaml
 from pyspark.sql import SparkSession
 
 from icestream import failpoints
+from icestream.config import open_pipeline, parse
 from icestream.errors import IcestreamError
 from icestream.spark import session
+from tests.faults.crashing import crashes
 from tests.faults.shop import SPARK, Process, random_seed
 from tests.lake import Lake
+from tests.servers import wait_until
 
 KILLS_EACH = 10
 # Runs for each kill, at most: a place that is drawn may lie beyond the work that there is.
 RUNS_EACH = 3
+WORK_SECONDS_MAX = 120.0
 
 
 class Writer(Protocol):
-    """Changes a source until it is stopped."""
+    """Changes a source until it is stopped, and rests when it has done so many transactions."""
 
     transactions: int
+    transactions_max: int
 
     def start(self) -> None: ...
 
@@ -54,11 +59,18 @@ class Place:
 
 @dataclass(kw_only=True)
 class Victim:
-    """A pipeline, named like the namespace that it fills."""
+    """A pipeline, named like the namespace that it fills.
+
+    With `here` it runs in this process, and dies by a crash instead of kill -9.
+    """
 
     place: Place
+    here: bool = False
     story: list[str] = field(default_factory=list)
     places: ClassVar[Sequence[str]] = failpoints.PLACES
+    # For each run in this process: so many transactions before it, and so many while it goes on.
+    transactions_each: ClassVar[int] = 15
+    _writer: Writer | None = field(default=None, init=False)
 
     @abstractmethod
     def pipeline(self) -> Mapping[str, Any]:
@@ -79,46 +91,77 @@ class Victim:
         """Await that all that was written can be read."""
         return None
 
-    def run_until_killed(self, failpoint: str) -> None:
-        """Run and be killed at this failpoint; a run that never comes there is an error."""
-        assert self.run(failpoint), f"never came to {failpoint}: {self.story}"
+    def bury(self) -> None:
+        """Take from a run that crashed here what the system takes from a killed process."""
+        return None
 
-    def run(self, failpoint: str) -> bool:
-        """Run; True when it was killed at the failpoint, False when it ended by itself before."""
-        ended = self._start(failpoint).wait()
-        killed = ended.killed_at(failpoint)
+    @contextmanager
+    def changing(self, seed: int) -> Iterator[Writer]:
+        """Have the source changed all the time."""
+        self._writer = self.writer(seed)
+        self._writer.start()
+        try:
+            yield self._writer
+        finally:
+            self._writer.stop()
+            self._writer = None
+
+    def run_until_killed(self, place: str, number: int) -> None:
+        """Run and be killed at this pass of a place; a run that never comes there is an error."""
+        assert self.run(place, number), f"never came to {place} {number}: {self.story}"
+
+    def run(self, place: str, number: int) -> bool:
+        """Run; True when it was killed at the place, False when it ended by itself before."""
+        failpoint = f"{place}={'crash' if self.here else 'kill'}@{number}"
+        killed = self._run_here(failpoint) if self.here else self._run_as_process(failpoint)
         self.story.append(f"{failpoint} {'killed' if killed else ''}".strip())
-        assert killed or ended.exit_code == 0, f"{self.story}: {ended.stderr[-3000:]}"
         return killed
 
     def finish(self) -> None:
         """Let a last run take what is left."""
         self.settle()
-        ended = self._start("").wait()
-        assert ended.exit_code == 0, ended.stderr[-3000:]
+        self._folder()
+        assert not self._crashes("")
 
-    def _start(self, failpoint: str) -> Process:
-        self.place.folder.mkdir(parents=True, exist_ok=True)
-        file = self.place.folder / "pipelines.yaml"
+    def _run_here(self, failpoint: str) -> bool:
+        self._folder()
+        if writer := self._writer:
+            enough = writer.transactions + self.transactions_each
+            writer.transactions_max = enough + self.transactions_each
+            wait_until(lambda: writer.transactions >= enough, WORK_SECONDS_MAX, "work to do")
+        killed = self._crashes(failpoint)
+        if killed:
+            self.bury()
+        return killed
+
+    def _crashes(self, failpoint: str) -> bool:
+        config = parse({self.place.name: dict(self.pipeline())}).pipelines[0]
+        return crashes(open_pipeline(config, self.place.lake.spark), failpoint)
+
+    def _run_as_process(self, failpoint: str) -> bool:
+        file = self._folder() / "pipelines.yaml"
         document = {self.place.name: dict(self.pipeline()), "spark": SPARK}
         file.write_text(yaml.safe_dump(document))
-        return Process(["run", "--once", str(file)], failpoint)
+        ended = Process(["run", "--once", str(file)], failpoint).wait()
+        killed = ended.killed_at(failpoint)
+        assert killed or ended.exit_code == 0, f"{self.story}: {ended.stderr[-3000:]}"
+        return killed
+
+    def _folder(self) -> Path:
+        self.place.folder.mkdir(parents=True, exist_ok=True)
+        return self.place.folder
 
 
 def play(victim: Victim, seed: int, kills: int) -> str:
     """Kill so many times at random places, then compare; returns what happened."""
     generator = random.Random(seed)
-    writer = victim.writer(seed)
-    writer.start()
-    try:
-        killed = 0
+    killed = 0
+    with victim.changing(seed) as writer:
         for _ in range(RUNS_EACH * kills):
             place = generator.choice(victim.places)
-            killed += victim.run(f"{place}=kill@{generator.choice([1, 1, 2, 3, 5, 8])}")
+            killed += victim.run(place, generator.choice([1, 1, 2, 3, 5, 8]))
             if killed == kills:
                 break
-    finally:
-        writer.stop()
     assert killed == kills, f"{killed} of {kills} kills: {victim.story}"
     victim.finish()
     victim.assert_equal()

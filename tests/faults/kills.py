@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -28,6 +28,8 @@ CADENCE = {"commit_interval": "PT0.2S", "epoch_bytes_max": 262_144}
 # A killed run must find work, but not more than the next one can do while the writer goes on.
 PAUSE_SECONDS = 0.02
 LARGE_SHARE = 0.1
+# The pipeline's connections have the name of the program.
+WRITER = "writer"
 
 
 class DatabaseWriter(threading.Thread):
@@ -35,15 +37,17 @@ class DatabaseWriter(threading.Thread):
 
     def __init__(self, dsn: str, seed: int):
         super().__init__(name="writer", daemon=True)
-        self._connection = Connection(parse_dsn(dsn))
+        self._connection = Connection(replace(parse_dsn(dsn), application_name=WRITER))
         self._random = random.Random(seed)
         self._ended = threading.Event()
         self._next = 10 * ROWS
-        self.transactions = 0
+        self.transactions, self.transactions_max = 0, sys.maxsize
 
     def run(self) -> None:
         """One small transaction after another."""
         while not self._ended.wait(PAUSE_SECONDS):
+            if self.transactions >= self.transactions_max:
+                continue
             self._connection.rows("BEGIN")
             for _ in range(self._random.randrange(1, 4)):
                 self._connection.rows(self._change(self._random.choice(TABLES)))
@@ -94,12 +98,22 @@ class DatabaseVictim(Victim):
     def pipeline(self) -> Mapping[str, Any]:
         """Copies in small rounds, then follows in small epochs."""
         sink = {"catalog": dict(self.place.catalog), "namespace": self.place.name}
-        source = {"dsn": self.dsn, **SOURCE}
+        # A run that crashes here leaves its spool, as a killed one does.
+        source = {"dsn": self.dsn, "spool": str(self.place.folder), **SOURCE}
         return {"source": {"postgres": source}, "sink": {"iceberg": sink}, **CADENCE}
 
     def writer(self, seed: int) -> "DatabaseWriter":
         """Changes both tables."""
         return DatabaseWriter(self.dsn, seed)
+
+    def bury(self) -> None:
+        """A killed process has no connections; its locks, snapshots and the slot are free."""
+        with Connection(parse_dsn(self.dsn)) as connection:
+            connection.rows(
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> "
+                "pg_backend_pid() AND datname = current_database() AND application_name <> :name",
+                name=WRITER,
+            )
 
     def assert_equal(self) -> None:
         """The lake has what the database has."""

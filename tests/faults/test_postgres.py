@@ -10,7 +10,7 @@ from icestream.samples.postgres import EmbeddedPostgres
 from tests.faults.killing import places_in, play
 from tests.faults.kills import DatabaseVictim, database
 
-MakeVictim = Callable[[], DatabaseVictim]
+MakeVictim = Callable[..., DatabaseVictim]
 # Chosen for what they hold: kills in the copy and in the stream.
 SEED = 4
 KILLS = 2
@@ -24,43 +24,41 @@ def make_victim(
     place = places_in(tmp_path_factory.mktemp("kills"), spark)
     with EmbeddedPostgres(tmp_path_factory.mktemp("postgres")) as server:
 
-        def make() -> DatabaseVictim:
+        def make(*, here: bool) -> DatabaseVictim:
             where = place()
-            return DatabaseVictim(place=where, dsn=database(server.dsn, where.name))
+            return DatabaseVictim(place=where, here=here, dsn=database(server.dsn, where.name))
 
         yield make
 
 
-def test_a_copy_that_is_killed_everywhere_loses_and_doubles_nothing(make_victim: MakeVictim):
-    """P3, P4: whatever was committed stays, the rest is read again beside the stream."""
-    victim = make_victim()
-    writer = victim.writer(seed=1)
-    writer.start()
-    try:
-        victim.run_until_killed(f"{failpoints.AFTER_SLOT}=kill@1")
+def die_everywhere_in_the_copy(victim: DatabaseVictim) -> None:
+    with victim.changing(seed=1):
+        victim.run_until_killed(failpoints.AFTER_SLOT, 1)
         for place in failpoints.PLACES:
-            victim.run_until_killed(f"{place}=kill@2")
-    finally:
-        writer.stop()
+            victim.run_until_killed(place, 2)
     victim.finish()
     victim.assert_equal()
+
+
+def die_everywhere_in_the_stream(victim: DatabaseVictim) -> None:
+    victim.finish()
+    with victim.changing(seed=2):
+        for place in failpoints.PLACES:
+            victim.run_until_killed(place, 1)
+    victim.finish()
+    victim.assert_equal()
+
+
+def test_a_copy_that_is_killed_everywhere_loses_and_doubles_nothing(make_victim: MakeVictim):
+    """P3, P4: whatever was committed stays, the rest is read again beside the stream."""
+    die_everywhere_in_the_copy(make_victim(here=False))
 
 
 def test_a_stream_that_is_killed_everywhere_loses_and_doubles_nothing(make_victim: MakeVictim):
     """P6, E3: the slot moves only behind the commit, so what a kill leaves undone comes again."""
-    victim = make_victim()
-    victim.finish()
-    writer = victim.writer(seed=2)
-    writer.start()
-    try:
-        for place in failpoints.PLACES:
-            victim.run_until_killed(f"{place}=kill@1")
-    finally:
-        writer.stop()
-    victim.finish()
-    victim.assert_equal()
+    die_everywhere_in_the_stream(make_victim(here=False))
 
 
 def test_random_kills_lose_and_double_nothing(make_victim: MakeVictim):
     """P3, P6, X5: repeatable by the seed; `python -m tests.faults.kills` plays as many as asked."""
-    assert play(make_victim(), SEED, KILLS)
+    assert play(make_victim(here=False), SEED, KILLS)

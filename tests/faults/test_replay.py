@@ -147,6 +147,7 @@ def test_a_crash_between_the_tables_is_finished_by_whatever_starts_next(
     letters.assert_exact()
 
 
+@pytest.mark.long(kept_by="test_a_replay_that_dies_at_every_place_takes_each_letter_once")
 def test_kill_9_of_the_command(letters: Letters, tmp_path: Path):
     """E3, E10: a real process and its JVM die with one table committed or none."""
     file = tmp_path / "pipelines.yaml"

@@ -44,6 +44,17 @@ def test_an_error_is_raised_at_the_first_pass(monkeypatch):
     assert passes_that_fail(failpoints.AFTER_SWAP, 3) == []
 
 
+def test_after_a_crash_every_place_raises(monkeypatch):
+    """E3: other threads do not go on either, as they would not in a process that was killed."""
+    # The second pass is the crash; the first goes by, there and elsewhere.
+    monkeypatch.setenv("ICESTREAM_FAILPOINTS", "after-write=crash@2")
+    assert passes_that_fail(failpoints.BEFORE_SWAP, 1) == []
+    assert passes_that_fail(failpoints.AFTER_WRITE, 3) == [2, 3]
+    for place in failpoints.PLACES:
+        with pytest.raises(FailpointError, match="failpoint after-write"):
+            reach(place)
+
+
 def test_a_number_lets_earlier_passes_go_by(monkeypatch):
     """E3: a fault can be placed in any epoch."""
     # The third pass, not the first.
