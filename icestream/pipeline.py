@@ -1,6 +1,6 @@
 """The loop: mint an epoch, let workers write it, commit it in order, acknowledge it.
 
-    Source.available ─ mint ─► Epoch [lower, upper) ─► splits ─► workers write files nobody sees
+    Source.available ─ mint ─► Epoch [lower, upper) ─► plan ──► workers write files nobody sees
                                                                          │ reports
     Source.ack ◄─ durable ◄─ Sink.commit, epoch after epoch  ◄───────────┘
 
@@ -58,6 +58,7 @@ from icestream.schema import (
 from icestream.sinks import Committed, Sink, StaleWrite, Writer, Written
 from icestream.sources import (
     Budget,
+    EpochPlan,
     LettersTried,
     Part,
     Source,
@@ -76,7 +77,7 @@ T = TypeVar("T")
 WriteEpoch = Callable[[Sequence[Any], Writer, bool, str], Outcome]
 """Has parts of an epoch read and written by workers; see `icestream.worker`."""
 
-InFlight = tuple[Epoch, Sequence[Part], Future[Written]]
+InFlight = tuple[Epoch, EpochPlan, Future[Written]]
 
 # An epoch whose bounds are settled is read so often with splits that were lost.
 LOST_MAX = 10
@@ -294,8 +295,8 @@ class Pipeline:
         for letters in self._source.letters(self._durable, table, as_is):
             self._end_if_stopped()
             epoch = self._mint(self._durable, letters.after(self._durable))
-            splits = self._retry(partial(self._source.splits, epoch))
-            self._settle(epoch, splits, self._write(epoch, splits))
+            plan = self._retry(partial(self._source.plan, epoch))
+            self._settle(epoch, plan, self._write(epoch, plan))
 
     def _found(self) -> tuple[Mapping[str, Progress], Resume]:
         """What the tables that are there remember; the source is told of them."""
@@ -363,24 +364,26 @@ class Pipeline:
         self._source.finish(epoch)
         excused = {*behind, *self._rebuilt}
         others = {*resume.carriers, *excused}
+        # The newest: an epoch is planned anew each time that it is written.
+        plans = [EpochPlan()]
 
         def write() -> Written:
             self._retry(partial(self._source.available, epoch.lower))
-            parts = self._retry(partial(self._source.splits, epoch))
-            splits = [s for s in parts if not s.tables or not others.issuperset(s.tables)]
+            plans.append(self._retry(partial(self._source.plan, epoch)))
+            plan = _only(plans[-1], lambda tables: not others.issuperset(tables))
             # Values are looked up in tables that have the epoch as these were before it. Tables
             # that lag are not asked: they have not reached the epoch's start.
             written = self._write(
-                epoch, splits, takes_part=_all_but(others), looked_up=_all_but(excused)
+                epoch, plan, takes_part=_all_but(others), looked_up=_all_but(excused)
             )
             found = {report.table for report in written.reports}
-            self._refuse_loss(resume, epoch, found | written.emptied, excused)
+            self._refuse_loss(resume, epoch, found | written.truncated, excused)
             return written
 
         written = self._insist(epoch, write, bounded=self._once)
         # Without files, too: the tables of an epoch must agree about which ones they are.
         self._commit(epoch, written, write)
-        self._observe_freshness(epoch)
+        self._observe_freshness(plans[-1])
         self._durable = epoch.upper
         self._mark_settled(epoch)
 
@@ -462,13 +465,13 @@ class Pipeline:
 
     def _replay_epoch(self, table: str, epoch: Epoch) -> None:
         """Bring one epoch to a table that lies behind."""
-        parts = self._retry(partial(self._source.splits, epoch))
-        splits = [s for s in parts if not s.tables or table in s.tables]
+        plan = self._retry(partial(self._source.plan, epoch))
+        plan = _only(plan, lambda tables: table in tables)
         last = epoch.upper == self._durable
         own = table.__eq__
-        write = partial(self._write, epoch, splits, takes_part=own, looked_up=own)
+        write = partial(self._write, epoch, plan, takes_part=own, looked_up=own)
         written = replace(write(), replaying=not last)
-        if written.reports or written.emptied:
+        if written.reports or written.truncated:
             self._commit(epoch, written, write)
         elif last:
             self._publish_frontier(epoch, table)
@@ -484,14 +487,14 @@ class Pipeline:
                         if upper is None:
                             break
                         epoch = self._mint(lower, upper)
-                        splits = self._retry(partial(self._source.splits, epoch))
-                        future = pool.submit(self._write, epoch, splits)
-                        in_flight.append((epoch, splits, future))
+                        plan = self._retry(partial(self._source.plan, epoch))
+                        future = pool.submit(self._write, epoch, plan)
+                        in_flight.append((epoch, plan, future))
                         lower = upper
                     if in_flight:
-                        epoch, splits, future = in_flight.popleft()
+                        epoch, plan, future = in_flight.popleft()
                         try:
-                            self._settle(epoch, splits, future.result())
+                            self._settle(epoch, plan, future.result())
                         except SplitsLost as lost:
                             self._give_up(lost)
                         if epoch.number <= self._given_up_number:
@@ -597,12 +600,12 @@ class Pipeline:
         self._number += 1
         return Epoch(number=self._number, lower=lower, upper=upper)
 
-    def _settle(self, epoch: Epoch, splits: Sequence[Part], written: Written) -> None:
+    def _settle(self, epoch: Epoch, plan: EpochPlan, written: Written) -> None:
         """Make an epoch that was written durable, and tell the source."""
-        if written.reports or written.emptied:
-            self._commit(epoch, written, partial(self._write, epoch, splits))
-            self._observe_freshness(epoch)
-        elif not self._heartbeat(epoch, splits):
+        if written.reports or written.truncated:
+            self._commit(epoch, written, partial(self._write, epoch, plan))
+            self._observe_freshness(plan)
+        elif not self._heartbeat(epoch, plan):
             self._mark_settled(epoch)
             return
         self._durable = epoch.upper
@@ -620,7 +623,7 @@ class Pipeline:
             self._settled.notify_all()
         self._patience.end(self._lost)
 
-    def _heartbeat(self, epoch: Epoch, splits: Sequence[Part]) -> bool:
+    def _heartbeat(self, epoch: Epoch, plan: EpochPlan) -> bool:
         """Publish a frontier without changes when it is due; False when it stays in memory.
 
         A milestone of one table is published in that table. So a table whose copy brought no row
@@ -628,10 +631,10 @@ class Pipeline:
         """
         interval = self._cadence.heartbeat_interval or 0.0
         due = interval > 0 and time.monotonic() - self._durable_at >= interval
-        milestone = self._source.milestone(epoch)
+        milestone = plan.milestone(self._durable)
         if not due and not milestone:
             return False
-        named = sorted({t for split in splits for t in split.tables} - self._left_alone)
+        named = sorted({t for part in plan.parts for t in part.tables} - self._left_alone)
         if milestone and len(named) == 1 and self._publish_frontier(epoch, named[0]):
             return True
         return self._publish_frontier(epoch)
@@ -652,7 +655,7 @@ class Pipeline:
     def _write(
         self,
         epoch: Epoch,
-        splits: Sequence[Part],
+        plan: EpochPlan,
         takes_part: Callable[[str], bool] | None = None,
         looked_up: Callable[[str], bool] | None = None,
     ) -> Written:
@@ -664,8 +667,9 @@ class Pipeline:
         """
         takes_part = takes_part or _all_but(self._left_alone)
         looked_up = looked_up or _all_but(self._left_alone)
-        emptied = frozenset(filter(takes_part, self._source.emptied(epoch)))
-        named = {table for split in splits for table in split.tables} | emptied
+        splits = plan.parts
+        truncated = frozenset(filter(takes_part, plan.truncated))
+        named = {table for split in splits for table in split.tables} | truncated
         for _ in range(REWRITES_MAX):
             with self._tables_lock:
                 tables = self._retry(partial(self._prepared, named))
@@ -694,7 +698,7 @@ class Pipeline:
                 reports=[r for r in outcome.reports if takes_part(r.table)],
                 writer=writer,
                 labels=self._source.summary(epoch),
-                emptied=emptied & set(tables),
+                truncated=truncated & set(tables),
                 changes=outcome.rows,
             )
         raise StaleWrite(epoch)
@@ -789,11 +793,10 @@ class Pipeline:
         finally:
             self._patience.end(trouble)
 
-    def _observe_freshness(self, epoch: Epoch) -> None:
-        committed_at = self._source.committed_at(epoch)
-        if committed_at is not None:
+    def _observe_freshness(self, plan: EpochPlan) -> None:
+        if plan.committed_at is not None:
             # The clocks of two machines may differ.
-            self._freshness.observe(max(0.0, time.time() - committed_at))
+            self._freshness.observe(max(0.0, time.time() - plan.committed_at))
 
     def _observe(self) -> None:
         self._show(State.RUNNING)
@@ -836,6 +839,12 @@ def _with_stored(part: Part, table: str, stored: pa.Table | None) -> Part:
     """
     elsewhere = isinstance(part, TableSplit) and part.table != table
     return part.with_stored(table, stored) if isinstance(part, Split) and not elsewhere else part
+
+
+def _only(plan: EpochPlan, wanted: Callable[[Collection[str]], bool]) -> EpochPlan:
+    """The plan with the parts whose tables are wanted, and those that only reading tells of."""
+    parts = [part for part in plan.parts if not part.tables or wanted(part.tables)]
+    return replace(plan, parts=parts)
 
 
 def _of_many(part: Part) -> bool:

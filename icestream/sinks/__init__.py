@@ -63,7 +63,7 @@ class Written:
     `labels` are the source's own entries for the summaries; `replaying` says that these tables are
     still catching up with the others.
     `changes` are those that were read, as the source counts them: an update is one.
-    `emptied` names tables whose rows all go before the epoch's files are added; they commit even
+    `truncated` names tables whose rows all go before the epoch's files are added; they commit even
     without files, and count among the epoch's tables.
     """
 
@@ -72,7 +72,7 @@ class Written:
     writer: Writer | None
     labels: Mapping[str, str]
     replaying: bool = False
-    emptied: frozenset[str] = frozenset()
+    truncated: frozenset[str] = frozenset()
     changes: int = 0
 
 
@@ -126,7 +126,7 @@ class Sink(Protocol):
         ...
 
     def commit(self, written: Written) -> Sequence[Committed]:
-        """Make the epoch durable in every table with reports or emptied, each with its progress.
+        """Make the epoch durable in every table with reports or truncated, each with its progress.
 
         A table that carries the epoch already keeps it as it is. When this returns, all tables
         that carry the epoch say the same of which ones they are.

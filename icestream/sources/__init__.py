@@ -1,11 +1,11 @@
 """What a source is: something ordered that can be cut into epochs and read again.
 
 A source names boundaries up to which everything has arrived (`available`), hands out the parts of
-an epoch (`splits`), and is told what is durable (`ack`). It never acknowledges by itself.
+an epoch (`plan`), and is told what is durable (`ack`). It never acknowledges by itself.
 """
 
 from abc import abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -201,6 +201,7 @@ class ComparedSplit(Protocol):
         ...
 
 
+@runtime_checkable
 class FrameSplit(Part, Protocol):
     """A part that is relational work: its changes come out of Spark, not of a reader.
 
@@ -231,6 +232,56 @@ class FrameSplit(Part, Protocol):
         ...
 
 
+def never(durable: Frontier) -> bool:
+    """An epoch is no milestone, whatever is durable."""
+    return False
+
+
+def always(durable: Frontier) -> bool:
+    """An epoch is a milestone, whatever is durable."""
+    return True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochPlan:
+    """What an epoch consists of, as its source says before anything of it is read.
+
+    `parts` hold the epoch's changes; there are none when it has no changes. Tables of `truncated`
+    lose all older rows in this epoch, and its parts hold only what came after that. `milestone`
+    says, given what is durable when the epoch is written, whether the epoch is made durable at
+    once, even when it brings no change. `committed_at` is when the oldest change was committed at
+    the source, in seconds since 1970: None for rows that a copy brings, whose age is no delay, and
+    when the source does not tell.
+    """
+
+    parts: Sequence[Part] = ()
+    truncated: frozenset[str] = frozenset()
+    milestone: Callable[[Frontier], bool] = never
+    committed_at: float | None = None
+
+    def __post_init__(self) -> None:
+        for part in self.parts:
+            _refuse_unfinished(part)
+
+
+def _refuse_unfinished(part: Part) -> None:
+    """Raise for a class that is neither kind of part: by a lacking member it would be skipped."""
+    if isinstance(part, Split | FrameSplit):
+        return
+    kind = FrameSplit if hasattr(part, "frame") else Split
+    # What the protocol asks for, by its own list of it.
+    lacking = sorted(name for name in members(kind) if not hasattr(part, name))
+    name = type(part).__name__
+    raise TypeError(f"{name} is no {kind.__name__}: it lacks {', '.join(lacking)}")
+
+
+def members(protocol: type) -> frozenset[str]:
+    """The names that a protocol asks for, also those of its bases."""
+    own = (base for base in protocol.__mro__ if getattr(base, "_is_protocol", False))
+    found = {name for base in own for name in (*vars(base), *vars(base).get("__annotations__", ()))}
+    return frozenset(name for name in found if not name.startswith("_"))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LettersTried:
     """What became of dead letters that were tried again; `rejected` counts those left by reason.
@@ -253,7 +304,7 @@ class Letters(Protocol):
         ...
 
 
-CALLED_BY_EPOCHS = frozenset({"shape", "meet", "emptied", "learn", "summary"})
+CALLED_BY_EPOCHS = frozenset({"shape", "meet", "learn", "summary"})
 """What the threads in which epochs are written ask a source, beside the loop's own thread."""
 
 CALLED_ALONE = frozenset({"available", "catch_up", "letters", "give_up"})
@@ -270,7 +321,7 @@ class Source(Protocol):
     - `interrupt` comes at any moment, and `keyed` never changes.
 
     A source subclasses it. What is not abstract has the answer of a source that the question does
-    not concern: it keeps nothing, empties nothing, has nothing to say or to let go. Whether there
+    not concern: it keeps nothing, has nothing to say or to let go. Whether there
     is history has no such answer, because a wrong "no" would lose rows.
     """
 
@@ -355,10 +406,6 @@ class Source(Protocol):
         """As `verify`, but for one table, and only what is told without much work."""
         return None
 
-    def milestone(self, epoch: Epoch) -> bool:
-        """Whether an epoch must be made durable at once, even when it brings no change."""
-        return False
-
     def caught_up(self, frontier: Frontier) -> bool:
         """Whether a frontier has reached the end that the source had when it was first asked.
 
@@ -380,20 +427,16 @@ class Source(Protocol):
         return None
 
     def finish(self, epoch: Epoch) -> None:
-        """Told that some tables carry an epoch: its splits are asked for with the bounds it has.
+        """Told that some tables carry an epoch: it is planned with the bounds it has.
 
         No limit on how much an epoch may hold can cut it any more.
         """
         return None
 
     @abstractmethod
-    def splits(self, epoch: Epoch) -> Sequence[Part]:
-        """The parts that hold the epoch's changes; empty when it has none."""
+    def plan(self, epoch: Epoch) -> EpochPlan:
+        """What the epoch consists of."""
         ...
-
-    def emptied(self, epoch: Epoch) -> frozenset[str]:
-        """Tables that are truncated in this epoch; its splits hold only what came after that."""
-        return frozenset()
 
     def unclaimed(self, tables: Sequence[str]) -> Collection[str]:
         """Told at the start: the destination has nothing of these tables.
@@ -423,14 +466,6 @@ class Source(Protocol):
 
     def lag_seconds(self, durable: Frontier) -> float | None:
         """How far behind the newest known change the durable frontier is."""
-        return None
-
-    def committed_at(self, epoch: Epoch) -> float | None:
-        """When the oldest change of an epoch was committed at the source, in seconds since 1970.
-
-        Asked before the epoch is acknowledged. None for rows that a copy brings, whose age is no
-        delay, and when the source does not tell.
-        """
         return None
 
     def ack(self, durable: Frontier) -> None:

@@ -55,13 +55,13 @@ class HandFed:
         self.number = max((progress.epoch for progress in found), default=0)
 
     def write(
-        self, changes: Mapping[str, Sequence[Change]], emptied: Sequence[str] = ()
+        self, changes: Mapping[str, Sequence[Change]], truncated: Sequence[str] = ()
     ) -> Written:
         """Have the next epoch's files written; nothing is committed."""
         self.number += 1
         bounds = [self.frontier(number) for number in (self.number - 1, self.number)]
         epoch = Epoch(number=self.number, lower=bounds[0], upper=bounds[1])
-        tables = sorted({*changes, *emptied})
+        tables = sorted({*changes, *truncated})
         for table in tables:
             assert self.sink.prepare(table, lambda t=table: self.shapes[t])
         writer = self.sink.writer(epoch, tables)
@@ -76,14 +76,14 @@ class HandFed:
             reports=reports,
             writer=writer,
             labels={},
-            emptied=frozenset(emptied),
+            truncated=frozenset(truncated),
         )
 
     def commit(
-        self, changes: Mapping[str, Sequence[Change]], emptied: Sequence[str] = ()
+        self, changes: Mapping[str, Sequence[Change]], truncated: Sequence[str] = ()
     ) -> Sequence[Committed]:
         """Write and commit the next epoch."""
-        return self.sink.commit(self.write(changes, emptied))
+        return self.sink.commit(self.write(changes, truncated))
 
 
 def batch(writer: IcebergWriter, table: str, rows: Sequence[Change]) -> pa.Table:

@@ -84,7 +84,7 @@ def test_one_request_publishes_an_epoch_in_all_its_tables(shop: Shop) -> None:
     fed.commit(everywhere(1, "x"))
     shop.proxy.clear()
     changes = {"a": [put(id=1, v="new"), put(id=2, v="two")], "b": [gone(id=1)]}
-    results = fed.commit(changes, emptied=["c"])
+    results = fed.commit(changes, truncated=["c"])
     assert shop.proxy.count("POST", TRANSACTION) == 1
     assert shop.proxy.count("POST", r"/tables/\w+$") == 0
     assert shop.rows("a") == {1: "new", 2: "two"}

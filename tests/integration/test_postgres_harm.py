@@ -220,7 +220,7 @@ def test_large_message_of_another_client(server: EmbeddedPostgres, source: Postg
     def rows_came() -> bool:
         # Bounds also come when the log has grown and nothing else.
         bounds = source.available(at)
-        return bool(bounds and source.splits(Epoch(number=1, lower=at, upper=bounds[-1])))
+        return bool(bounds and source.plan(Epoch(number=1, lower=at, upper=bounds[-1])).parts)
 
     assert not rows_came()
     tracemalloc.start()

@@ -68,7 +68,7 @@ def written(server: EmbeddedPostgres, lower: Frontier, *ids: int) -> Epoch:
 def messages(source: PostgresSource, epoch: Epoch) -> int:
     """How many changes workers find in the epoch."""
     found = 0
-    for split in source.splits(epoch):
+    for split in source.plan(epoch).parts:
         assert isinstance(split, WalSplit)
         for part in split.parts:
             spooled = pa.ipc.open_file(part.path)

@@ -78,14 +78,14 @@ def test_a_truncate_without_any_row_after_it_is_an_epoch_of_its_own(
     shapes = {"orders": ORDERS, "people": ORDERS}
     fed = HandFed(spark, embedded, shapes, namespace="shop")
     with_deletes(fed)
-    fed.commit({"people": [put(id=7, region="x")]}, emptied=["orders"])
+    fed.commit({"people": [put(id=7, region="x")]}, truncated=["orders"])
     assert local.rows("shop.orders") == []
     assert rows_of(local, "shop.people") == {7: "x"}
     for table in ("shop.orders", "shop.people"):
         assert local.epochs(table)[-1]["summary"]["icestream.epoch-tables"] == "2"
     again = HandFed(spark, embedded, shapes, namespace="shop")
     assert again.number == 3
-    again.commit({"orders": [put(id=1, region="y")]}, emptied=["orders"])
+    again.commit({"orders": [put(id=1, region="y")]}, truncated=["orders"])
     assert rows_of(local, "shop.orders") == {1: "y"}
 
 
@@ -94,9 +94,9 @@ def test_a_table_without_rows_can_be_truncated(
 ) -> None:
     """P7: the first epoch of a table may begin with a truncate."""
     fed = hand_fed(spark, embedded)
-    fed.commit({}, emptied=["orders"])
+    fed.commit({}, truncated=["orders"])
     assert local.rows("shop.orders") == []
-    fed.commit({"orders": [put(id=1, region="a")]}, emptied=["orders"])
+    fed.commit({"orders": [put(id=1, region="a")]}, truncated=["orders"])
     assert rows_of(local, "shop.orders") == {1: "a"}
 
 
@@ -108,7 +108,7 @@ def test_a_truncate_on_a_branch_leaves_the_main_branch_alone(
     with_deletes(main)
     before = rows_of(local, "shop.orders")
     fed = hand_fed(spark, embedded, branch="audit")
-    fed.commit({"orders": [put(id=1, region="new")]}, emptied=["orders"])
+    fed.commit({"orders": [put(id=1, region="new")]}, truncated=["orders"])
     assert rows_of(local, "shop.orders") == before
     audit = local.sql(f"SELECT * FROM {local.table('shop.orders')} VERSION AS OF 'audit'")
     assert audit == [{"id": 1, "region": "new"}]
@@ -120,7 +120,7 @@ def test_a_repeated_commit_of_a_truncate_changes_nothing(
     """P7, I5: the batch id is found, whether or not the epoch had files."""
     fed = hand_fed(spark, embedded)
     with_deletes(fed)
-    written = fed.write({}, emptied=["orders"])
+    written = fed.write({}, truncated=["orders"])
     first = fed.sink.commit(written)
     again = fed.sink.commit(written)
     assert [one.duplicate for one in (*first, *again)] == [False, True]
@@ -141,7 +141,7 @@ def test_truncating_opens_no_data_file(
         fed = HandFed(spark, catalog, {"orders": ORDERS}, namespace=namespace)
         with_deletes(fed)
         proxy.clear()
-        fed.commit({}, emptied=["orders"])
+        fed.commit({}, truncated=["orders"])
         requests = [(r.method, unquote(r.path)) for r in proxy.requests]
     assert requests
     assert [path for _, path in requests if re.search(r"/data/icestream/", path)] == []

@@ -66,6 +66,7 @@ from icestream.schema import Column, SchemaGap, TableShape
 from icestream.sinks.iceberg import IcebergSink, IcebergSinkOptions
 from icestream.sinks.iceberg.writer import IcebergWriter
 from icestream.sources import (
+    EpochPlan,
     Need,
     Source,
     SplitsLost,
@@ -331,9 +332,6 @@ class StreamSource(Source):
         self._again = {*tables} if self._world.weather.copies else set()
         return self._again
 
-    def emptied(self, epoch: Epoch) -> frozenset[str]:
-        return frozenset(t for t in self._stream.tables if _copied(epoch, t))
-
     def has_history(self, table: str, before: Frontier) -> bool:
         if self._world.weather.copies:
             return False
@@ -364,7 +362,11 @@ class StreamSource(Source):
         self._skipped, self._ahead = self._world.rows_beside(table), durable
         return ()
 
-    def splits(self, epoch: Epoch) -> Sequence[StreamSplit]:
+    def plan(self, epoch: Epoch) -> EpochPlan:
+        copied = frozenset(t for t in self._stream.tables if _copied(epoch, t))
+        return EpochPlan(parts=self._splits(epoch), truncated=copied)
+
+    def _splits(self, epoch: Epoch) -> Sequence[StreamSplit]:
         self._process.moment()
         self._served(epoch.upper)
         lower, upper = self._served(epoch.lower), at(epoch.upper)[0]

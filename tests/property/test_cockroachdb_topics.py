@@ -65,7 +65,7 @@ class Lake:
         """Read an epoch and apply what it does to each table."""
         at = resolved_of(epoch.upper)
         for table in TABLES:
-            splits = [split for split in source.splits(epoch) if split.table == table]
+            splits = [split for split in source.plan(epoch).parts if split.table == table]
             batches = [batch for split in splits for batch in split.read(SCHEMA, ["id"])]
             rows = self.tables[table]
             changed = False

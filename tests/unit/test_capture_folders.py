@@ -45,7 +45,7 @@ def test_a_played_capture_is_read_back_epoch_by_epoch(tmp_path, compression):
     uppers = source.available(START)
     assert [resolved_of_frontier(upper) for upper in uppers] == sorted(set(markers))
     whole = Epoch(number=1, lower=START, upper=uppers[-1])
-    assert [split.table for split in source.splits(whole)] == ["t"]
+    assert [split.table for split in source.plan(whole).parts] == ["t"]
     shape = source.shape("t")
     assert shape is not None
     assert list(shape.key) == ["id"]

@@ -36,10 +36,12 @@ from icestream.sinks.iceberg import IcebergSink, IcebergSinkOptions
 from icestream.sources import (
     CALLED_ALONE,
     CALLED_BY_EPOCHS,
+    EpochPlan,
     Need,
     Source,
     SplitsLost,
     TableSplit,
+    Targets,
     ValuesNeeded,
 )
 from icestream.worker import Outcome, Unready
@@ -74,6 +76,13 @@ class LogSplit(TableSplit):
     @property
     def size_bytes(self) -> int:
         return 1
+
+    @property
+    def each_key_once(self) -> bool:
+        return False
+
+    def with_stored(self, table: str, values: pa.Table | None) -> "LogSplit":
+        return self
 
     def learned(self) -> str:
         return f"read {self.table}"
@@ -124,13 +133,14 @@ class LogSource(Source):
             self.on_empty()
         return found
 
-    def splits(self, epoch: Epoch) -> Sequence[LogSplit]:
+    def plan(self, epoch: Epoch) -> EpochPlan:
         lower = epoch.lower["log"][0] if epoch.lower["log"] else 0
         span = range(lower, epoch.upper["log"][0])
-        return [
+        parts = [
             LogSplit(table, tuple(at for at in span if table in self._tables_in([at])))
             for table in sorted(self._tables_in(span) - {".", *self.left_out})
         ]
+        return EpochPlan(parts=parts)
 
     def _tables_in(self, span: Iterable[int]) -> set[str]:
         return {self.called.get(self.log[at], self.log[at]) for at in span}
@@ -348,8 +358,9 @@ def test_a_heartbeat_publishes_a_frontier_without_changes():
 class DatedSource(LogSource):
     """One that knows when each of its epochs was committed, but for the first, a copy."""
 
-    def committed_at(self, epoch: Epoch) -> float | None:
-        return time.time() - 100.0 * epoch.number if epoch.number > 1 else None
+    def plan(self, epoch: Epoch) -> EpochPlan:
+        committed_at = time.time() - 100.0 * epoch.number if epoch.number > 1 else None
+        return replace(super().plan(epoch), committed_at=committed_at)
 
 
 def test_the_freshness_of_each_epoch_with_changes_is_counted():
@@ -474,7 +485,7 @@ def test_threads_of_epochs_call_what_a_source_expects_of_them():
     sink = scene.sink()
     cadence = Cadence(commit_interval=0.0, epochs_in_flight=3)
     Pipeline("p", source, sink, cadence, source.write).run(once=True)
-    assert {"shape", "emptied", "learn", "summary"} <= source.elsewhere
+    assert {"shape", "learn", "summary"} <= source.elsewhere
     assert source.elsewhere <= CALLED_BY_EPOCHS | {"keyed"}
     assert source.beside_epochs.isdisjoint(CALLED_ALONE)
 
@@ -632,7 +643,6 @@ class AskingSplit(LogSplit):
     """Positions that need a stored value."""
 
     stored: object = None
-    each_key_once: bool = False
 
     def with_stored(self, table: str, values: pa.Table | None) -> "AskingSplit":
         assert table == self.table
@@ -645,10 +655,11 @@ class AskingScene(Scene):
     def __init__(self, log: str, bounds: Sequence[int]):
         super().__init__(log, bounds)
         self.asked: list[tuple[str, int, list[int]]] = []
-        splits, write = self.source.splits, self.workers.__call__
+        plan, write = self.source.plan, self.workers.__call__
 
-        def asking(epoch: Epoch) -> list[AskingSplit]:
-            return [AskingSplit(each.table, each.positions) for each in splits(epoch)]
+        def asking(epoch: Epoch) -> EpochPlan:
+            parts = plan(epoch).parts
+            return EpochPlan(parts=[AskingSplit(each.table, each.positions) for each in parts])
 
         def writing(parts, *rest) -> Outcome:
             needs = [
@@ -658,7 +669,7 @@ class AskingScene(Scene):
                 raise ValuesNeeded(*needs)
             return write(parts, *rest)
 
-        self.source.splits, self.written = asking, writing
+        self.source.plan, self.written = asking, writing
 
     def pipeline(self, **cadence: Any) -> Pipeline:
         given = {"commit_interval": 0.0, **cadence}
@@ -1153,18 +1164,28 @@ class MixedSplit:
 
     parts: Sequence[LogSplit]
     size_bytes: int = 1
+    each_key_once: bool = False
 
     @property
     def tables(self) -> Sequence[str]:
         return [part.table for part in self.parts]
+
+    def changes(self, targets: Targets) -> Iterator[Any]:
+        raise NotImplementedError
+
+    def with_stored(self, table: str, values: pa.Table | None) -> "MixedSplit":
+        return self
+
+    def learned(self) -> None:
+        return None
 
 
 def test_a_replay_that_is_written_again_is_for_its_table_alone():
     """E4, I6: others have passed the epoch long ago, and would get its old rows once more."""
     scene = Scene("abab", [2, 4])
     scene.carry("a", progress(2, 2, 4, 1), [0, 2])
-    splits, evolutions = scene.source.splits, iter([name("b")])
-    scene.source.splits = lambda epoch: [MixedSplit(splits(epoch))]
+    plan, evolutions = scene.source.plan, iter([name("b")])
+    scene.source.plan = lambda epoch: EpochPlan(parts=[MixedSplit(plan(epoch).parts)])
     scene.workers.after = lambda epoch: [scene.lake.evolve(table) for table in evolutions]
 
     def write(mixed: Sequence[MixedSplit], *rest: Any) -> Outcome:

@@ -380,7 +380,7 @@ class IcebergSink:
         epoch = written.epoch
         carriers, complete = self._carriers(epoch), self._complete(epoch)
         files = collect(written.reports, epoch.number)
-        files.update({table: files.get(table, []) for table in sorted(written.emptied)})
+        files.update({table: files.get(table, []) for table in sorted(written.truncated)})
         files = {table: closed for table, closed in files.items() if table not in complete}
         new = replace(self._progress_of(epoch, {*carriers, *files}), replaying=written.replaying)
         commits = {
@@ -813,7 +813,7 @@ class IcebergSink:
         writer = written.writer
         target = writer.targets.get(table) if isinstance(writer, IcebergWriter) else None
         new = replace(new, schema_id=target.schema_id if target else None)
-        emptied = table in written.emptied
+        emptied = table in written.truncated
         # Where no older row stays there is nothing to delete.
         kept = [file for file in files if not emptied or file.kind == DATA]
         return Commit(

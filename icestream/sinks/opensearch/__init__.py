@@ -184,7 +184,7 @@ class OpenSearchSink:
 
     def commit(self, written: Written) -> Sequence[Committed]:
         """Move the frontier past an epoch whose every operation is acknowledged."""
-        check(not written.emptied, "no table of this sink is emptied")
+        check(not written.truncated, "no table of this sink is truncated")
         started = time.monotonic()
         tallies = [(report.table, _tally(report)) for report in written.reports]
         tables = sorted({table for table, _ in tallies})

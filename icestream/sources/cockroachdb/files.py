@@ -24,6 +24,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple, cast
 
@@ -53,7 +54,7 @@ from icestream.schema import (
     cast_text,
     schema_from_json,
 )
-from icestream.sources import Budget, TableSplit
+from icestream.sources import Budget, EpochPlan, TableSplit
 from icestream.sources.cockroachdb import CockroachdbOptions
 from icestream.sources.cockroachdb.feed import Changefeed, packed, refuse_other_key
 from icestream.sources.cockroachdb.hlc import (
@@ -426,7 +427,6 @@ class CockroachdbFiles(Changefeed):
         self._deletes: set[str] = set()
         # Tables that were written to: what they look like is known.
         self._written: set[str] = set()
-        self._published: Position | None = None
         # A listing of everything, kept while a start asks for one table after the other.
         self._whole: _Listing | None = None
         self._filesystem, self._folder = filesystem(options.files, options.storage)
@@ -490,8 +490,6 @@ class CockroachdbFiles(Changefeed):
     def available(self, lower: Frontier) -> Sequence[Frontier]:
         """One boundary for each resolved timestamp after `lower`, thinned by `resolved_every`."""
         start = lower[RESOLVED]
-        if self._published is None and start:
-            self._published = start
         self._whole = None
         listing = self._list(start)
         markers = listing.markers
@@ -517,17 +515,11 @@ class CockroachdbFiles(Changefeed):
             self._index_unknown(start, several=len(boundaries) > 1)
         return self._frontiers(boundaries, lower)
 
-    def milestone(self, epoch: Epoch) -> bool:
-        """Whether so much time of the feed has passed that an idle frontier is published."""
-        before, now = self._published, epoch.upper[RESOLVED]
-        return before is not None and now[0] - before[0] >= PUBLISHED_SECONDS * 10**9
-
-    def ack(self, durable: Frontier) -> None:
-        """Note what the lake stands at; the files are the feed's and stay."""
-        self._published = durable[RESOLVED]
-
-    def splits(self, epoch: Epoch) -> Sequence[FileSplit]:
+    def plan(self, epoch: Epoch) -> EpochPlan:
         """The files that hold rows of the epoch, or may, in splits of one table each."""
+        return EpochPlan(parts=self._splits(epoch), milestone=partial(_long_idle, epoch))
+
+    def _splits(self, epoch: Epoch) -> list[FileSplit]:
         lower, upper = epoch.lower[RESOLVED], epoch.upper[RESOLVED]
         wanted: dict[str, list[FeedFile]] = {}
         begun: dict[str, list[FeedFile]] = {}
@@ -825,6 +817,12 @@ class CockroachdbFiles(Changefeed):
             return columns, search.key(table)
         except MalformedJson as error:
             raise file.damaged(f"Row {error.row + 1}, byte {error.offset}: {error}.") from error
+
+
+def _long_idle(epoch: Epoch, durable: Frontier) -> bool:
+    """Whether so much time of the feed has passed that an idle frontier is published."""
+    before, now = durable[RESOLVED], epoch.upper[RESOLVED]
+    return bool(before) and now[0] - before[0] >= PUBLISHED_SECONDS * 10**9
 
 
 def _earliest(markers: Sequence[Position], start: Position) -> Position:

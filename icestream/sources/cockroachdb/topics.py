@@ -35,7 +35,7 @@ from icestream.epoch import Epoch
 from icestream.errors import DataRejected, IcestreamError, SourceUnavailable
 from icestream.frontier import Frontier, Position
 from icestream.schema import Column, Reads, TableShape, joined_columns, schema_from_json
-from icestream.sources import Budget, SplitsLost, TableSplit
+from icestream.sources import Budget, EpochPlan, SplitsLost, TableSplit
 from icestream.sources.cockroachdb import CockroachdbOptions, TopicsOptions
 from icestream.sources.cockroachdb.feed import Changefeed, packed, refuse_other_key
 from icestream.sources.cockroachdb.hlc import RESOLVED, after, resolved_of
@@ -322,7 +322,7 @@ class CockroachdbTopics(Changefeed):
                 refuse_lost(topic, number, low, self._bounds[topic, number])
                 refuse_lost(topic, number, end, self._bounds[topic, number])
 
-    def splits(self, epoch: Epoch) -> Sequence[TopicSplit]:
+    def plan(self, epoch: Epoch) -> EpochPlan:
         """Where rows of the epoch are, or may be, in splits of one table each."""
         lowers, uppers = _reached_by(epoch.lower), _reached_by(epoch.upper)
         spans = {topic: (lowers.get(topic, EARLIEST), upper) for topic, upper in uppers.items()}
@@ -348,7 +348,7 @@ class CockroachdbTopics(Changefeed):
             # Later epochs are planned before this one is written: its rows must stay in the sample.
             if split.table not in self._shapes and split.table not in self._written:
                 self._samples.setdefault(split.table, []).append(split)
-        return splits
+        return EpochPlan(parts=splits)
 
     # What was read
 

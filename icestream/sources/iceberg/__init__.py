@@ -40,7 +40,7 @@ from icestream.iceberg.gateway import replaced
 from icestream.iceberg.snapshots import Files, Snapshot, Stage
 from icestream.iceberg.table import Table
 from icestream.schema import Column, TableShape, schema_from_json
-from icestream.sources import FrameSplit, Part, Source
+from icestream.sources import EpochPlan, FrameSplit, Source, always
 from icestream.sources.iceberg.changelog import BY_PLACE, BY_ROW_ID, Changelog
 from icestream.sources.iceberg.options import IcebergSourceOptions, IcebergTableOptions
 
@@ -171,19 +171,18 @@ class IcebergSource(Source):
         """Whether all that was there at the first look lies before a frontier."""
         return bool(self._heads) and frontier.covers(Frontier(self._heads))
 
-    def milestone(self, epoch: Epoch) -> bool:
-        """Always: what was looked at without finding a change need not be looked at again."""
-        return True
+    def plan(self, epoch: Epoch) -> EpochPlan:
+        """The one table that an epoch moves, and what to read of it.
 
-    def splits(self, epoch: Epoch) -> Sequence[Part]:
-        """The one table that an epoch moves, and what to read of it."""
+        A milestone: what was looked at without finding a change need not be looked at again.
+        """
         found = []
         for each in map(self._follow, self._options.tables):
             before, after = epoch.lower[each.partition], epoch.upper[each.partition]
             if before != after:
                 split = self._split(each, before, after)
                 found += [split] if split else []
-        return found
+        return EpochPlan(parts=found, milestone=always)
 
     def position(self, frontier: Frontier) -> str:
         """Where each table stands, by sequence numbers."""

@@ -32,7 +32,16 @@ from icestream.errors import ConfigInvalid, DataRejected, HistoryLost, Icestream
 from icestream.frontier import Frontier, Position
 from icestream.names import TableNames
 from icestream.schema import TableShape, distinct_columns, joined_shapes
-from icestream.sources import Budget, LettersTried, Part, Source, SplitsLost
+from icestream.sources import (
+    Budget,
+    EpochPlan,
+    LettersTried,
+    Part,
+    Source,
+    SplitsLost,
+    always,
+    never,
+)
 from icestream.sources.kafka.changes import no_key
 from icestream.sources.kafka.client import Cluster, Topic
 from icestream.sources.kafka.consumer import PartitionStalled, Range
@@ -203,7 +212,7 @@ class KafkaSource(Source):
             self._goal = _frontier(lower, {name: ends[name] for name in now}, first)
         frontiers: list[Frontier] = []
         if now and self._begins_at_end(lower):
-            # The beginning is an epoch of its own, without records: see `milestone`.
+            # The beginning is an epoch of its own, without records: see `plan`.
             frontiers.append(_frontier(lower, now, first))
         groups = self._groups(ends, spans) if now != ends else []
         while now != ends and len(frontiers) < EPOCHS_AHEAD:
@@ -227,10 +236,6 @@ class KafkaSource(Source):
             return False
         waiting = sum(max(0, end - begun[place]) for place, end in ends.items())
         return waiting >= self._rows_at_once()
-
-    def milestone(self, epoch: Epoch) -> bool:
-        """Whether `start: latest` begins here: a restart must not begin anywhere else."""
-        return self._begins_at_end(epoch.lower)
 
     def caught_up(self, frontier: Frontier) -> bool:
         """Whether all records that were stable at the start lie before a frontier."""
@@ -260,8 +265,22 @@ class KafkaSource(Source):
         """Let the epoch be as large as it is: other workers or limits may have cut it."""
         self._unfinished = epoch
 
-    def splits(self, epoch: Epoch) -> Sequence[Part]:
-        """Ranges of all partitions, in as many splits as there are workers, or dead letters."""
+    def plan(self, epoch: Epoch) -> EpochPlan:
+        """Ranges of all partitions, in as many splits as there are workers, or dead letters.
+
+        Where `start: latest` begins is a milestone: a restart must not begin anywhere else.
+        """
+        replayed = [
+            split
+            for name, at in epoch.upper.positions.items()
+            if name.startswith(REPLAYED) and at > epoch.lower[name]
+            for split in self._letter_splits(name, epoch)
+        ]
+        parts: list[Part] = [*self._range_splits(epoch), *replayed]
+        milestone = always if self._begins_at_end(epoch.lower) else never
+        return EpochPlan(parts=parts, milestone=milestone)
+
+    def _range_splits(self, epoch: Epoch) -> list[KafkaSplit]:
         in_time = topics_by_time(epoch) if self._ordered else set()
         shares = balanced(self._ranges(epoch), self._workers, in_time)
         # A topic that is read in the order of time has one split, which must fit into a worker.
@@ -270,7 +289,7 @@ class KafkaSource(Source):
         bytes_max = max(1, 2 * self._budget.bytes // parts) if parts else 1
         if epoch == self._unfinished:
             bytes_max = 2**63 - 1
-        ranges = [
+        return [
             KafkaSplit(
                 ranges=group,
                 reading=self._reading,
@@ -281,13 +300,6 @@ class KafkaSource(Source):
             )
             for group in shares
         ]
-        replayed = [
-            split
-            for name, at in epoch.upper.positions.items()
-            if name.startswith(REPLAYED) and at > epoch.lower[name]
-            for split in self._letter_splits(name, epoch)
-        ]
-        return [*ranges, *replayed]
 
     # Dead letters
 

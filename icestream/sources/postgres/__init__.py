@@ -39,7 +39,15 @@ from icestream.errors import (
 )
 from icestream.frontier import Frontier, Position
 from icestream.schema import TableShape, parse_type
-from icestream.sources import Budget, Source, Split, SplitsLost
+from icestream.sources import (
+    Budget,
+    EpochPlan,
+    Source,
+    Split,
+    SplitsLost,
+    always,
+    never,
+)
 from icestream.sources.postgres.backfill import (
     LOCK_SECONDS,
     PAGE_BYTES,
@@ -260,7 +268,7 @@ class PostgresSource(Source):
             return True
         return self._reader is not None and self._reader.full((lower[self._wal] or (0,))[0])
 
-    def milestone(self, epoch: Epoch) -> bool:
+    def _ends_a_copy(self, epoch: Epoch) -> bool:
         """Whether the copy of a table ends with this epoch: it shall never be made again."""
         names = map(_copy_name, self._tables.values())
         ends = [
@@ -307,12 +315,19 @@ class PostgresSource(Source):
             self._reader.lose(self._unreadable)
             self._segments = []
 
-    def splits(self, epoch: Epoch) -> Sequence[Split]:
+    def plan(self, epoch: Epoch) -> EpochPlan:
         """Ranges of pages for an epoch of a copy, shares of keys for one of the stream."""
         lower, upper = self._span(epoch)
-        return self._copy_splits(epoch) if lower == upper else self._wal_splits(epoch)
+        # First: the segments of the stream are there once its splits are known.
+        parts = self._copy_splits(epoch) if lower == upper else self._wal_splits(epoch)
+        return EpochPlan(
+            parts=parts,
+            truncated=self._truncated(epoch),
+            milestone=always if self._ends_a_copy(epoch) else never,
+            committed_at=self._committed_at(epoch),
+        )
 
-    def emptied(self, epoch: Epoch) -> frozenset[str]:
+    def _truncated(self, epoch: Epoch) -> frozenset[str]:
         """Tables that were truncated, or that a repeated copy fills anew."""
         again = {
             table.name
@@ -365,7 +380,7 @@ class PostgresSource(Source):
             return 0.0
         return max(0.0, time.time() - waiting[0].first_committed_at)
 
-    def committed_at(self, epoch: Epoch) -> float | None:
+    def _committed_at(self, epoch: Epoch) -> float | None:
         """The time of the oldest transaction in an epoch of the stream; a copy spans none."""
         segments = [s for s in self._between(*self._span(epoch)) if not s.empty]
         return segments[0].first_committed_at if segments else None

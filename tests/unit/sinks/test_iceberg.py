@@ -540,7 +540,7 @@ def test_an_emptied_table_commits_without_files_and_without_deletes():
     delete = report("b", 2, "d.parquet", kind=EQUALITY_DELETES)
     reports = [report("b", 2), delete]
     assert commit(
-        owner, epoch(2, 5, 9), "a", "b", reports=reports, emptied=frozenset(["a", "b"])
+        owner, epoch(2, 5, 9), "a", "b", reports=reports, truncated=frozenset(["a", "b"])
     ) == ["b", "a"]
     heads = {table: lake.tables[name(table)].head("main") for table in ("a", "b")}
     assert {table: list(head.paths) for table, head in heads.items()} == {

@@ -124,7 +124,7 @@ def rows_of(folder: Path, lines_: Sequence[str], **options: Any) -> list[dict]:
     writer.resolved(at(100))
     feed_source = source(folder, **options)
     (epoch,) = epochs(feed_source)
-    (split,) = feed_source.splits(epoch)
+    (split,) = feed_source.plan(epoch).parts
     return read(split)
 
 
@@ -233,7 +233,7 @@ def test_each_marker_ends_an_epoch_with_exactly_its_rows(tmp_path):
     feed_source = source(tmp_path)
     first, second = epochs(feed_source)
     keys = [
-        sorted(row["id"] for split in feed_source.splits(epoch) for row in read(split))
+        sorted(row["id"] for split in feed_source.plan(epoch).parts for row in read(split))
         for epoch in (first, second)
     ]
     assert keys == [[1, 1], [2, 3]]
@@ -326,8 +326,8 @@ def test_only_files_that_may_hold_rows_of_the_epoch_are_in_its_splits(tmp_path):
     writer.resolved(at(20))
     feed_source = source(tmp_path)
     first, second = epochs(feed_source)
-    assert sorted(names(feed_source.splits(first))) == [early.name, both.name]
-    assert sorted(names(feed_source.splits(second))) == sorted([both.name, late.name])
+    assert sorted(names(feed_source.plan(first).parts)) == [early.name, both.name]
+    assert sorted(names(feed_source.plan(second).parts)) == sorted([both.name, late.name])
 
 
 def test_what_reading_has_taught_spares_the_next_epoch_the_file(tmp_path):
@@ -337,13 +337,13 @@ def test_what_reading_has_taught_spares_the_next_epoch_the_file(tmp_path):
     writer.resolved(at(10))
     feed_source = source(tmp_path)
     (first,) = epochs(feed_source)
-    (split,) = feed_source.splits(first)
+    (split,) = feed_source.plan(first).parts
     read(split)
     feed_source.learn(split.learned())
     new = writer.data("t", [wrapped(2, 12, name="b")], at(10))
     writer.resolved(at(20))
     (second,) = epochs(feed_source, first.upper)
-    assert names(feed_source.splits(second)) == [new.name]
+    assert names(feed_source.plan(second).parts) == [new.name]
     assert old.name != new.name
 
 
@@ -357,7 +357,7 @@ def test_a_file_spelled_otherwise_is_read_for_every_epoch_that_it_may_belong_to(
     writer.resolved(at(20))
     feed_source = source(tmp_path)
     _, second = epochs(feed_source)
-    assert [row["id"] for s in feed_source.splits(second) for row in read(s)] == [2]
+    assert [row["id"] for s in feed_source.plan(second).parts for row in read(s)] == [2]
 
 
 def test_rows_of_old_files_come_back_after_a_restart_only_by_their_time(tmp_path):
@@ -372,7 +372,7 @@ def test_rows_of_old_files_come_back_after_a_restart_only_by_their_time(tmp_path
     feed_source = source(tmp_path)
     feed_source.tables()
     (epoch,) = epochs(feed_source, after(at(10)))
-    splits = feed_source.splits(epoch)
+    splits = feed_source.plan(epoch).parts
     assert names(splits) == [recent.name]
     assert [row["id"] for split in splits for row in read(split)] == [3]
 
@@ -387,7 +387,7 @@ def test_files_are_found_in_every_layout_of_folders(tmp_path, layout):
     (tmp_path / folder / f"{file_time(at(5))}.RESOLVED").write_text("{}")
     feed_source = source(tmp_path)
     (epoch,) = epochs(feed_source)
-    assert len(feed_source.splits(epoch)) == 1
+    assert len(feed_source.plan(epoch).parts) == 1
 
 
 def test_splits_are_packed_by_size_and_hold_one_table(tmp_path):
@@ -399,7 +399,7 @@ def test_splits_are_packed_by_size_and_hold_one_table(tmp_path):
     writer.resolved(at(10))
     feed_source = source(tmp_path, split_bytes=400)
     (epoch,) = epochs(feed_source)
-    splits = feed_source.splits(epoch)
+    splits = feed_source.plan(epoch).parts
     assert [(split.table, len(split.files)) for split in splits] == [("t", 2), ("t", 2), ("u", 1)]
 
 
@@ -409,7 +409,7 @@ def test_a_split_reads_the_same_twice_and_on_another_machine(tmp_path):
     writer.data("t", [wrapped(2, 1, name="a"), wrapped(1, 1, name="b")], at(0))
     writer.resolved(at(10))
     feed_source = source(tmp_path)
-    (split,) = feed_source.splits(epochs(feed_source)[0])
+    (split,) = feed_source.plan(epochs(feed_source)[0]).parts
     assert read(pickle.loads(pickle.dumps(split))) == read(split) == read(split)
 
 
@@ -430,7 +430,7 @@ def test_tables_can_be_chosen_by_their_full_or_short_name(tmp_path, wanted, foun
     writer.resolved(at(10))
     feed_source = source(tmp_path, tables=wanted)
     assert list(feed_source.tables()) == found
-    assert [split.table for split in feed_source.splits(epochs(feed_source)[0])] == found
+    assert [split.table for split in feed_source.plan(epochs(feed_source)[0]).parts] == found
 
 
 @pytest.mark.parametrize("form", ["full", "short"])
@@ -442,7 +442,7 @@ def test_keys_and_types_hold_for_a_table_by_its_full_or_short_name(tmp_path, for
     table = {"full": "d.public.t", "short": "t"}[form]
     options = {"keys": {table: ["id"]}, "columns": {table: {"price": "decimal(10,2)"}}}
     feed_source = source(tmp_path, tables=["t"], **options)
-    (split,) = feed_source.splits(epochs(feed_source)[0])
+    (split,) = feed_source.plan(epochs(feed_source)[0]).parts
     shape = feed_source.shape("d.public.t")
     assert shape is not None
     assert list(shape.key) == list(split.source_key) == ["id"]
@@ -554,7 +554,7 @@ def test_a_file_that_a_listing_missed_although_it_shows_the_marker_is_in_the_epo
     bucket.after_listing = [lambda: put(bucket, 0, 2, wrapped(2, 2, name="b")) and None]
     feed_source = source("bucket://feed")
     (epoch,) = epochs(feed_source)
-    found = [row["id"] for split in feed_source.splits(epoch) for row in read(split)]
+    found = [row["id"] for split in feed_source.plan(epoch).parts for row in read(split)]
     assert sorted(found) == [1, 2]
 
 
@@ -569,7 +569,7 @@ def test_the_race_is_also_lost_by_no_later_look(bucket):
     put_marker(bucket, 20)
     bucket.after_listing = [lambda: put(bucket, 10, 2, wrapped(2, 12, name="b")) and None]
     (second,) = epochs(feed_source, first.upper)
-    found = [row["id"] for split in feed_source.splits(second) for row in read(split)]
+    found = [row["id"] for split in feed_source.plan(second).parts for row in read(split)]
     assert found == [2]
 
 
@@ -597,7 +597,7 @@ def test_a_file_that_is_gone_when_it_is_read_is_history_lost(bucket):
     path = put(bucket, 0, 1, wrapped(1, 1, name="a"))
     put_marker(bucket, 10)
     feed_source = source("bucket://feed")
-    (split,) = feed_source.splits(epochs(feed_source)[0])
+    (split,) = feed_source.plan(epochs(feed_source)[0]).parts
     del bucket.objects[path]
     with pytest.raises(HistoryLost, match="of the changefeed is gone") as caught:
         read(split)
@@ -703,7 +703,7 @@ def test_what_was_read_may_go_once_a_later_timestamp_is_committed(tmp_path):
     lower = START
     for number in range(2, 6):
         (*_, upper) = feed_source.available(lower)
-        for split in feed_source.splits(Epoch(number=number, lower=lower, upper=upper)):
+        for split in feed_source.plan(Epoch(number=number, lower=lower, upper=upper)).parts:
             read(split)
             feed_source.learn(split.learned())
         lower = upper
@@ -747,9 +747,9 @@ def test_an_idle_frontier_is_published_once_an_hour_of_the_feed(tmp_path):
         feed(tmp_path).resolved(at(10 + 60 * minutes))
     feed_source = source(tmp_path)
     found = epochs(feed_source, lower)
-    assert [feed_source.milestone(epoch) for epoch in found] == [False, False, True, True]
-    feed_source.ack(found[2].upper)
-    assert not feed_source.milestone(found[3])
+    milestones = [feed_source.plan(epoch).milestone for epoch in found]
+    assert [is_due(lower) for is_due in milestones] == [False, False, True, True]
+    assert not milestones[3](found[2].upper)
 
 
 def test_frontiers_of_an_earlier_version_are_taken(tmp_path):
@@ -806,7 +806,7 @@ def test_column_families_are_refused_before_anything_is_made(tmp_path):
     named = source(tmp_path, tables=["t", "f+two"], keys={"f+two": ["id"]})
     assert list(named.tables()) == ["f+two", "t"]
     (_, epoch) = epochs(named)
-    (split,) = named.splits(epoch)
+    (split,) = named.plan(epoch).parts
     shape = named.shape("f+two")
     assert shape is not None
     assert [column.name for column in shape.columns] == ["b", "id"]
@@ -844,7 +844,7 @@ def test_a_bound_is_compared_by_its_logical_part_too(tmp_path):
     writer.data("t", rows, at(0))
     writer.resolved((at(5)[0], 3))
     feed_source = source(tmp_path)
-    (split,) = feed_source.splits(epochs(feed_source)[0])
+    (split,) = feed_source.plan(epochs(feed_source)[0]).parts
     assert [row["id"] for row in read(split)] == [3]
 
 
@@ -1001,7 +1001,7 @@ def test_compressed_files_are_read(tmp_path, compression):
     writer.data("t", [wrapped(1, 1, name="a")], at(0))
     writer.resolved(at(10))
     feed_source = source(tmp_path)
-    (split,) = feed_source.splits(epochs(feed_source)[0])
+    (split,) = feed_source.plan(epochs(feed_source)[0]).parts
     assert [row["id"] for row in read(split)] == [1]
 
 
@@ -1026,7 +1026,7 @@ def test_a_damaged_file_stops_the_pipeline_and_is_named(tmp_path, compression, d
     writer.resolved(at(10))
     path.write_bytes(damage(path.read_bytes()))
     feed_source = source(tmp_path)
-    (split,) = feed_source.splits(epochs(feed_source)[0])
+    (split,) = feed_source.plan(epochs(feed_source)[0]).parts
     with pytest.raises(DataRejected, match="is damaged") as caught:
         read(split)
     assert path.name in caught.value.message
@@ -1065,7 +1065,7 @@ def parquet_feed(folder: Path, content: bytes, **options: Any) -> CockroachdbFil
 
 def parquet_changes(folder: Path, content: bytes, **options: Any) -> list[dict]:
     feed_source = parquet_feed(folder, content, **options)
-    (split,) = feed_source.splits(epochs(feed_source)[0])
+    (split,) = feed_source.plan(epochs(feed_source)[0]).parts
     return read(split)
 
 
@@ -1114,7 +1114,7 @@ def test_a_parquet_file_without_a_column_that_a_select_names_is_refused(tmp_path
     """E11, C5, Mend h2: its rows lack the column; deletes need no value."""
     content = parquet_rows(__crdb__event_type=[event], name=["a"])
     feed_source = parquet_feed(tmp_path, content)
-    (split,) = feed_source.splits(epochs(feed_source)[0])
+    (split,) = feed_source.plan(epochs(feed_source)[0]).parts
     if event == "d":
         assert [row[OP] for row in read(split, reads=AMOUNTS)] == [Op.DELETE]
         return
@@ -1135,14 +1135,14 @@ def test_parquet_files_are_indexed_by_their_timestamps(tmp_path):
     feed_source = parquet_feed(tmp_path, content)
     (tmp_path / f"{file_time(at(20))}.RESOLVED").write_bytes(b"{}")
     first, second = epochs(feed_source)
-    assert feed_source.splits(first) == []
-    assert len(feed_source.splits(second)) == 1
+    assert feed_source.plan(first).parts == []
+    assert len(feed_source.plan(second).parts) == 1
 
 
 def test_a_parquet_table_needs_its_key_named(tmp_path):
     """C1: Parquet files of a changefeed do not tell the key."""
     feed_source = parquet_feed(tmp_path, parquet_rows(name=["a"]))
-    feed_source.splits(epochs(feed_source)[0])
+    feed_source.plan(epochs(feed_source)[0])
     with pytest.raises(ConfigInvalid, match="key of table t is not known"):
         feed_source.shape("t")
 
@@ -1155,7 +1155,7 @@ def test_a_parquet_table_has_the_files_columns(tmp_path):
         keys={"t": ["id"]},
         columns={"t": {"name": "uuid"}},
     )
-    feed_source.splits(epochs(feed_source)[0])
+    feed_source.plan(epochs(feed_source)[0])
     shape = feed_source.shape("t")
     assert shape is not None
     found = {column.name: str(column.type) for column in shape.columns}
@@ -1170,7 +1170,7 @@ def shape_of(folder: Path, rows: Sequence[str], **options: Any) -> Any:
     writer.data("t", rows, at(0))
     writer.resolved(at(10))
     feed_source = source(folder, **options)
-    feed_source.splits(epochs(feed_source)[0])
+    feed_source.plan(epochs(feed_source)[0])
     return feed_source.shape("t")
 
 
@@ -1321,5 +1321,5 @@ def test_gzip_members_that_follow_each_other_are_all_read(tmp_path):
     path.write_bytes(path.read_bytes() + more)
     writer.resolved(at(10))
     feed_source = source(tmp_path)
-    (split,) = feed_source.splits(epochs(feed_source)[0])
+    (split,) = feed_source.plan(epochs(feed_source)[0]).parts
     assert [row["id"] for row in read(split)] == [1, 2]

@@ -297,7 +297,7 @@ def test_a_table_that_is_there_is_no_longer_said_to_have_had_only_deletes(tmp_pa
         writer.data("t", rows, at(10 * number))
         writer.resolved(at(10 * number + 9))
         (upper,) = feed_source.available(lower)
-        splits = feed_source.splits(Epoch(number=1, lower=lower, upper=upper))
+        splits = feed_source.plan(Epoch(number=1, lower=lower, upper=upper)).parts
         if made_by == "hand" and number == 2:
             for split in splits:
                 read(split)
@@ -439,7 +439,7 @@ def test_a_table_that_is_written_to_is_not_sampled(tmp_path):
         writer.data("t", [wrapped(number, seconds + 1, name="x")], at(seconds + 1))
         writer.resolved(at(seconds + 9))
         (upper,) = feed_source.available(lower)
-        for split in feed_source.splits(Epoch(number=1, lower=lower, upper=upper)):
+        for split in feed_source.plan(Epoch(number=1, lower=lower, upper=upper)).parts:
             read(split)
             feed_source.learn(split.learned())
         lower = upper
@@ -463,7 +463,7 @@ def test_a_file_of_deletes_is_sampled_once(tmp_path, monkeypatch):
         writer.data("t", [wrapped(number, seconds + 1)], at(seconds + 1))
         writer.resolved(at(seconds + 9))
         (upper,) = feed_source.available(lower)
-        feed_source.splits(Epoch(number=1, lower=lower, upper=upper))
+        feed_source.plan(Epoch(number=1, lower=lower, upper=upper))
         assert feed_source.shape("t") is None
         lower = upper
     assert len(sampled) == len(set(sampled)) == 20

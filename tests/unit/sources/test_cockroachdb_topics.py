@@ -71,7 +71,7 @@ def epoch(lower: Frontier, upper: Frontier) -> Epoch:
 def changes(source: CockroachdbTopics, lower: Frontier, upper: Frontier) -> list[tuple[Any, ...]]:
     """Key, value and timestamp of all changes of an epoch, in order."""
     found = []
-    for split in source.splits(epoch(lower, upper)):
+    for split in source.plan(epoch(lower, upper)).parts:
         # Workers get it by way of pickle.
         for batch in pickle.loads(pickle.dumps(split)).read(SCHEMA, ["id"]):
             for each in batch.to_pylist():
@@ -120,7 +120,7 @@ def test_a_row_without_a_column_that_a_select_names_is_refused(memory):
     (upper,) = source.available(START)
     named = Reads(columns=frozenset(["id", "v"]), named=frozenset(["id", "v"]))
     with pytest.raises(SchemaRejected, match="t reads column v, which"):
-        [list(s.read(SCHEMA, ["id"], named)) for s in source.splits(epoch(START, upper))]
+        [list(s.read(SCHEMA, ["id"], named)) for s in source.plan(epoch(START, upper)).parts]
 
 
 @pytest.mark.parametrize("lacking_at, refused", [(2, True), (1, False)])
@@ -133,7 +133,7 @@ def test_partitions_of_the_first_epoch_are_held_against_each_other(memory, lacki
     source = memory.source(split_bytes=1)
     (upper,) = source.available(START)
     names = frozenset(["id", "v"])
-    splits = source.splits(epoch(START, upper))
+    splits = source.plan(epoch(START, upper)).parts
     for split in splits:
         assert list(split.read(SCHEMA, ["id"], Reads(columns=names, named=names, beginning=True)))
     assert len(splits) == 2
@@ -164,7 +164,7 @@ def test_idle_time_costs_one_epoch_however_many_timestamps_it_has(memory):
         resolve(memory, at(second))
     (idle,) = source.available(START)
     assert resolved_of(idle) == at(49)
-    assert source.splits(epoch(START, idle)) == []
+    assert source.plan(epoch(START, idle)).parts == []
     for second in range(50, 100):
         if second == 70:
             memory.send("t", 1, [row(1, at(second), v=1)])
@@ -306,7 +306,7 @@ def test_splits_are_of_bounded_size_and_of_one_table(memory):
     size = len(row(1, at(1), v=1)[1])
     source = memory.source(split_bytes=3 * size)
     (upper,) = source.available(START)
-    splits = source.splits(epoch(START, upper))
+    splits = source.plan(epoch(START, upper)).parts
     ranges = [(each.start, each.end) for split in splits for each in split.ranges]
     assert sorted(ranges) == [(0, 3), (3, 6), (6, 9)]
     assert [split.tables for split in splits] == [("t",)] * 3
@@ -417,7 +417,7 @@ def test_tables_and_their_shapes_come_from_topics_and_rows(memory):
     assert source.tables() == ["t"]
     (upper,) = source.available(START)
     assert source.shape("t") is None
-    source.splits(epoch(START, upper))
+    source.plan(epoch(START, upper))
     shape = source.shape("t")
     assert [(c.name, c.type) for c in shape.columns] == [
         ("id", LongType()),
@@ -433,12 +433,12 @@ def test_a_table_that_is_only_deleted_from_has_no_shape_yet(memory):
     memory.send("t", 0, [wrapped([3], None, at(1))])
     resolve(memory, at(2))
     (first,) = source.available(START)
-    source.splits(epoch(START, first))
+    source.plan(epoch(START, first))
     assert source.shape("t") is None
     memory.send("t", 0, [row(4, at(3), v=1)])
     resolve(memory, at(4))
     (second,) = source.available(first)
-    source.splits(epoch(first, second))
+    source.plan(epoch(first, second))
     assert source.shape("t").key == ["id"]
 
 
@@ -450,8 +450,8 @@ def test_a_record_that_is_refused_later_does_not_keep_a_table_from_being_made(me
     resolve(memory, at(3))
     source = memory.source()
     first, second = source.available(START)
-    source.splits(epoch(START, first))
-    source.splits(epoch(first, second))
+    source.plan(epoch(START, first))
+    source.plan(epoch(first, second))
     assert source.shape("t").key == ["id"]
 
 
@@ -460,14 +460,14 @@ def test_a_key_that_cannot_be_told_is_asked_for(memory):
     memory.send("t", 0, [row(1, at(1), v=1, text="1")])
     resolve(memory, at(2))
     source = memory.source()
-    source.splits(epoch(START, source.available(START)[0]))
+    source.plan(epoch(START, source.available(START)[0]))
     with pytest.raises(ConfigInvalid, match="equals the columns id, v") as caught:
         source.shape("t")
     assert "text" not in str(caught.value)
     with pytest.raises(ConfigInvalid, match="cannot tell which columns are the key"):
         source.shape("t")
     told = memory.source(keys={"t": ["v"]})
-    told.splits(epoch(START, told.available(START)[0]))
+    told.plan(epoch(START, told.available(START)[0]))
     assert told.shape("t").key == ["v"]
 
 
@@ -477,7 +477,7 @@ def test_rows_before_the_change_are_taken_with_diff(memory):
     memory.send("t", 0, [wrapped([1], {"id": 1, "v": 2}, at(1), before=before)])
     resolve(memory, at(2))
     source = memory.source()
-    (split,) = source.splits(epoch(START, source.available(START)[0]))
+    (split,) = source.plan(epoch(START, source.available(START)[0])).parts
     (batch,) = split.read(SCHEMA, ["id"])
     assert batch.column(BEFORE).to_pylist() == [before]
 
@@ -542,7 +542,7 @@ def test_rows_are_not_deleted_by_other_columns_than_their_key(memory):
     memory.send("t", 0, [row(1, at(1), v=1)])
     resolve(memory, at(2))
     source = memory.source(keys={"t": ["id"]})
-    (split,) = source.splits(epoch(START, source.available(START)[0]))
+    (split,) = source.plan(epoch(START, source.available(START)[0])).parts
     with pytest.raises(ConfigInvalid, match="cannot be deleted by v"):
         list(split.read(SCHEMA, ["v"]))
 

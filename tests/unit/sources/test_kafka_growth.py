@@ -77,7 +77,7 @@ def read_all(one: KafkaSource, cluster: TimedCluster, lower: Frontier):
     found = []
     while uppers := one.available(lower):
         for upper in uppers:
-            splits = one.splits(epoch(lower, upper))
+            splits = one.plan(epoch(lower, upper)).parts
             places = [
                 (cluster.log[TOPIC, number][offset], number)
                 for number, start, end in ranges(splits)
@@ -182,7 +182,7 @@ def tried(cluster: TimedCluster, lower: Frontier, *letters: tuple[int, int], as_
             None if split.logs is None else [(r.partition, r.start, r.end) for r in split.logs],
             split.by_time,
         )
-        for split in one.splits(epoch(lower, group.after(lower)))
+        for split in one.plan(epoch(lower, group.after(lower))).parts
     ]
 
 
@@ -227,7 +227,7 @@ def test_letters_without_a_time_are_held_against_all_that_was_read(cluster, cloc
     one.letter_box = FakeLetters(t__dead_letters=["t/0/3"])
     one.found(["t", "t__dead_letters"])
     (group,) = one.letters(lower, None, as_is=False)
-    (split,) = one.splits(epoch(lower, group.after(lower)))
+    (split,) = one.plan(epoch(lower, group.after(lower))).parts
     assert [(r.partition, r.start) for r in split.logs] == [(n, 0) for n in range(4)]
 
 
@@ -277,7 +277,7 @@ def test_a_table_that_is_read_again_keeps_to_what_the_others_know(cluster, clock
         ahead = [upper for upper in again.available(at) if durable.covers(upper)]
         # What no bound covers is taken in one epoch; it is no more than one.
         upper = ahead[0] if ahead else durable
-        splits = again.splits(epoch(at, upper))
+        splits = again.plan(epoch(at, upper)).parts
         assert sum(end - start for _, start, end in ranges(splits)) <= 20
         assert len(splits) == 1 and splits[0].by_time
         at, epochs = upper, epochs + 1

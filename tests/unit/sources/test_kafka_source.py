@@ -132,11 +132,11 @@ def test_an_epoch_ends_at_what_is_stable_now(cluster):
     one = source()
     (upper,) = one.available(START)
     assert offsets(upper) == {"0": 10, "1": 10}
-    assert ranges(one.splits(epoch(START, upper))) == [(0, 0, 10), (1, 0, 10)]
+    assert ranges(one.plan(epoch(START, upper)).parts) == [(0, 0, 10), (1, 0, 10)]
     assert one.available(upper) == []
     cluster.ends["t", 1] = (0, 12)
     (later,) = one.available(upper)
-    assert ranges(one.splits(epoch(upper, later))) == [(1, 10, 12)]
+    assert ranges(one.plan(epoch(upper, later)).parts) == [(1, 10, 12)]
 
 
 def test_an_epoch_holds_no_more_rows_than_it_may(cluster):
@@ -224,12 +224,12 @@ def test_an_epoch_that_some_tables_carry_is_read_however_large_it_is(cluster):
     """I14, Mend, read F10: else more workers, or a lower limit, refuse it at each start."""
     (upper,) = source(size=10**6, workers=1).available(START)
     one = source(size=10**4, workers=2)
-    limits = [split.bytes_max for split in one.splits(epoch(START, upper))]
+    limits = [split.bytes_max for split in one.plan(epoch(START, upper)).parts]
     assert limits == [10**4, 10**4]
     one.finish(epoch(START, upper))
-    assert all(split.bytes_max > 10**18 for split in one.splits(epoch(START, upper)))
+    assert all(split.bytes_max > 10**18 for split in one.plan(epoch(START, upper)).parts)
     later = Epoch(number=2, lower=START, upper=upper)
-    assert [split.bytes_max for split in one.splits(later)] == limits
+    assert [split.bytes_max for split in one.plan(later).parts] == limits
 
 
 def test_a_first_epoch_that_is_read_again_begins_where_it_began(cluster):
@@ -238,7 +238,7 @@ def test_a_first_epoch_that_is_read_again_begins_where_it_began(cluster):
     one = source()
     (upper,) = one.available(START)
     cluster.ends = {("t", 0): (7, 10)}
-    assert ranges(source().splits(epoch(START, upper))) == [(0, 5, 10)]
+    assert ranges(source().plan(epoch(START, upper)).parts) == [(0, 5, 10)]
 
 
 def test_latest_begins_where_the_first_start_found_the_ends(cluster):
@@ -246,14 +246,14 @@ def test_latest_begins_where_the_first_start_found_the_ends(cluster):
     one = source(start="latest")
     (begun,) = one.available(START)
     assert offsets(begun) == {"0": 10, "1": 10}
-    assert one.splits(epoch(START, begun)) == []
-    assert one.milestone(epoch(START, begun))
+    assert one.plan(epoch(START, begun)).parts == []
+    assert one.plan(epoch(START, begun)).milestone(START)
     cluster.ends["t", 0] = (0, 12)
     # Nothing was made durable, and what was not is given up.
     again, later = one.available(START)
     assert again == begun
-    assert ranges(one.splits(epoch(again, later))) == [(0, 10, 12)]
-    assert not one.milestone(epoch(again, later))
+    assert ranges(one.plan(epoch(again, later)).parts) == [(0, 10, 12)]
+    assert not one.plan(epoch(again, later)).milestone(again)
     (resumed,) = source(start="latest").available(begun)
     assert offsets(resumed) == {"0": 12, "1": 10}
 
@@ -265,7 +265,7 @@ def test_a_partition_that_appears_later_is_read_from_its_beginning(cluster):
     cluster.ends["t", 1] = (0, 3)
     cluster.ends["t", 0] = (0, 12)
     (upper,) = one.available(known)
-    assert ranges(one.splits(epoch(known, upper))) == [(0, 10, 12), (1, 0, 3)]
+    assert ranges(one.plan(epoch(known, upper)).parts) == [(0, 10, 12), (1, 0, 3)]
 
 
 @pytest.mark.parametrize(
@@ -320,7 +320,7 @@ def test_a_topic_created_anew_may_be_gone_on_with(cluster):
     durable = Frontier({"t 0 one": (5, 0)})
     (upper,) = one.available(durable)
     assert upper.covers(durable)
-    assert ranges(one.splits(epoch(durable, upper))) == [(0, 0, 4)]
+    assert ranges(one.plan(epoch(durable, upper)).parts) == [(0, 0, 4)]
 
 
 def test_a_partition_that_gives_nothing_is_left_out(cluster, monkeypatch):
@@ -361,7 +361,7 @@ def test_partitions_share_the_workers(cluster):
     cluster.ends = {("t", number): (0, 10 + number) for number in range(64)}
     one = source(rows=10**6, workers=2)
     (upper,) = one.available(START)
-    splits = one.splits(epoch(START, upper))
+    splits = one.plan(epoch(START, upper)).parts
     sizes = [sum(r.end - r.start for r in split.ranges) for split in splits]
     assert len(splits) == 2 and abs(sizes[0] - sizes[1]) < 80
     assert len(ranges(splits)) == 64
@@ -382,10 +382,10 @@ def test_tables_are_known_by_topic_or_route(cluster):
     one = source()
     assert one.tables() == ["t"]
     (upper,) = one.available(START)
-    assert one.splits(epoch(START, upper))[0].tables == frozenset()
+    assert one.plan(epoch(START, upper)).parts[0].tables == frozenset()
     one.found(["t", "other"])
     one.meet({"t__dead_letters": TableShape(columns=[], key=[])})
-    assert one.splits(epoch(START, upper))[0].tables == {"t", "t__dead_letters"}
+    assert one.plan(epoch(START, upper)).parts[0].tables == {"t", "t__dead_letters"}
     routed = source(route=Route(field="kind", tables={"a": "x", "b": "y"}))
     assert routed.tables() == ["a", "b"]
     assert not routed.has_history("a", upper)
@@ -431,11 +431,13 @@ def test_a_frontier_that_tells_of_letters_goes_on_by_its_offsets(cluster):
     one.verify(replayed)
     one.ack(replayed)
     assert cluster.committed == {"icestream-p": {("t", 0): 10, ("t", 1): 10}}
-    assert [ranges([s]) for s in one.splits(epoch(upper, replayed)) if hasattr(s, "ranges")] == []
+    assert [
+        ranges([s]) for s in one.plan(epoch(upper, replayed)).parts if hasattr(s, "ranges")
+    ] == []
     cluster.ends["t", 1] = (0, 12)
     (later,) = one.available(replayed)
     assert later.covers(replayed)
-    assert ranges(one.splits(epoch(replayed, later))) == [(1, 10, 12)]
+    assert ranges(one.plan(epoch(replayed, later)).parts) == [(1, 10, 12)]
 
 
 def test_letters_are_split_by_partition(cluster):
@@ -443,11 +445,11 @@ def test_letters_are_split_by_partition(cluster):
     one = with_letters(cluster, "t/0/3", "t/0/10", "t/0/9", "t/1/2")
     (upper,) = one.available(START)
     (group,) = one.letters(upper, "t", as_is=False)
-    splits = one.splits(epoch(upper, group.after(upper)))
+    splits = one.plan(epoch(upper, group.after(upper))).parts
     assert letter_spans(splits) == [(0, [3, 9]), (1, [2])]
     assert all(split.tables == {"t", "t__dead_letters"} for split in splits)
     # A table that begins anew finds all of them in the log.
-    assert one.splits(epoch(START, group.after(START))) == []
+    assert one.plan(epoch(START, group.after(START))).parts == []
 
 
 def test_a_table_that_lies_behind_takes_letters_first_and_others_never_from_the_log(cluster):
@@ -458,7 +460,7 @@ def test_a_table_that_lies_behind_takes_letters_first_and_others_never_from_the_
     durable = group.after(upper)
     assert one.catch_up("t", START, upper) == []
     assert one.catch_up("t", START, durable) == [group.after(START)]
-    (split, other) = one.splits(epoch(START, upper))
+    (split, other) = one.plan(epoch(START, upper)).parts
     skipped = {**split.skipped, **other.skipped}
     assert {at: found.tolist() for at, found in skipped.items()} == {("t", 0): [3], ("t", 1): [9]}
 
@@ -468,7 +470,7 @@ def test_a_table_that_lies_behind_several_replays_is_refused(cluster):
     one = with_letters(cluster, "t/0/3")
     (upper,) = one.available(START)
     (group,) = one.letters(upper, None, as_is=False)
-    (split,) = one.splits(epoch(upper, group.after(group.after(upper))))
+    (split,) = one.plan(epoch(upper, group.after(group.after(upper)))).parts
     assert isinstance(split.problem, HistoryLost)
 
 
@@ -482,7 +484,7 @@ def test_letters_whose_snapshot_is_gone_stop_only_the_tables_that_need_them(clus
         raise HistoryLost("expired")
 
     one.letter_box.positions = gone
-    (split,) = one.splits(epoch(upper, group.after(upper)))
+    (split,) = one.plan(epoch(upper, group.after(upper))).parts
     assert "expired" in str(split.problem)
     assert split.tables == {"t", "t__dead_letters"}
 
@@ -532,5 +534,5 @@ def test_a_topic_that_was_left_out_for_a_while_goes_on_where_it_was_left(cluster
     cluster.ids["u"], cluster.ends["u", 0] = "two", (0, 9)
     again = source()
     (third,) = again.available(second)
-    read = [r for split in again.splits(epoch(second, third)) for r in split.ranges]
+    read = [r for split in again.plan(epoch(second, third)).parts for r in split.ranges]
     assert [(r.topic, r.start, r.end) for r in read] == [("u", 5, 9)]

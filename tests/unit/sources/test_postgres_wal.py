@@ -436,7 +436,7 @@ class WiredSource(PostgresSource):
         if self._reader is None:
             # As `available`, which is asked first, has done.
             self._read_stream((START,))
-        self.splits(epoch)
+        self.plan(epoch)
         segments = self._between(START, upper)
         assert segments[0].lower <= START and segments[-1].upper >= upper
 
@@ -572,7 +572,7 @@ def test_spool_that_is_removed_is_made_again(tmp_path: Path):
     for wire in (first, again):
         wire.transaction(Witness(at=2500, xid=8, time=8), RELATION, INSERT)
     source.reach(2510)
-    (split,) = source.splits(EPOCH)
+    (split,) = source.plan(EPOCH).parts
     assert isinstance(split, WalSplit)
     shutil.rmtree(source._spool_folder())
     with pytest.raises(SpoolUnreadable, match="could not read") as lost:
@@ -583,7 +583,7 @@ def test_spool_that_is_removed_is_made_again(tmp_path: Path):
     assert not isinstance(told.value, SplitsLost) and "No such file" in str(told.value.detail)
     source._read_stream((START,))
     source.reach(2510)
-    (split,) = source.splits(EPOCH)
+    (split,) = source.plan(EPOCH).parts
     assert isinstance(split, WalSplit)
     assert sum(len(rows.kind) for rows in split._rows()) == 1
     source.close()
