@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 from icestream import spark as sessions
@@ -34,8 +35,9 @@ from icestream.errors import ConfigInvalid, IcestreamError, Retryable
 from icestream.iceberg.catalog import catalog_properties
 from icestream.iceberg.snapshots import History
 from icestream.iceberg.table import Table
-from icestream.pipeline import Pipeline, brief, unclaimed
-from icestream.sources import LettersTried
+from icestream.pipeline import Pipeline, brief, missing_tables
+from icestream.sources import LettersTried, Remembered
+from icestream.sources.abilities import verify
 from icestream.status import JsonFormatter, StatusServer, TextFormatter, pipeline_status
 from icestream.transform import Selects
 from icestream.worker import events_as_json
@@ -282,8 +284,9 @@ def _check_one(pipeline: PipelineConfig, spark: Any) -> dict[str, Any]:
         tables = list(source.tables())
         progress = sink.durable(tables)
         resume = resume_point(progress)
-        source.unclaimed(unclaimed(tables, progress, resume))
-        source.verify(resume.at)
+        missing = missing_tables(tables, progress, resume)
+        source.resume(Remembered(progress=progress, durable=resume.at, missing=missing))
+        verify(source, resume.at)
     return {"pipeline": pipeline.name, "tables": tables, "existing": sorted(progress)}
 
 
@@ -325,8 +328,8 @@ def _rollback(options: argparse.Namespace) -> int:
     try:
         sink = open_sink(chosen[0], spark)
         with contextlib.closing(open_source(chosen[0], spark)) as source:
-            progress = sink.settle_rollback(options.table, options.replay, source.verify)
-            position = source.position(progress.upper) or "the beginning"
+            progress = sink.settle_rollback(options.table, options.replay, partial(verify, source))
+            position = source.standing(progress.upper).position or "the beginning"
         row = {"table": options.table, "goes_on_after": position}
     finally:
         spark.stop()

@@ -32,6 +32,7 @@ from icestream.sinks import Sink
 from icestream.sinks.options import SinkOptions
 from icestream.sinks.transformed import TransformedSink
 from icestream.sources import Source
+from icestream.sources.abilities import declared
 from icestream.sources.options import Opening, SourceOptions, refused_for_topics
 from icestream.transform import Selects
 from icestream.worker import map_tasks, write_epoch, write_events, write_transformed
@@ -328,7 +329,7 @@ def open_pipeline(config: PipelineConfig, spark: SparkSession) -> Pipeline:
     cadence = _cadence(config)
     if config.transform:
         selects = Selects(spark, config.transform)
-        into: Sink = TransformedSink(sink, selects, source.declared)
+        into: Sink = TransformedSink(sink, selects, partial(declared, source))
         return Pipeline(config.name, source, into, cadence, partial(write_transformed, selects))
     write = write_events if config.source.frames else write_epoch
     return Pipeline(config.name, source, sink, cadence, partial(write, spark))

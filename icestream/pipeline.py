@@ -32,6 +32,7 @@ from typing import Any, TypeVar
 import pyarrow as pa
 
 from icestream import dead_letters, failpoints, metrics
+from icestream.abilities import refuse_halves
 from icestream.epoch import Epoch, Progress, Resume, resume_point
 from icestream.errors import (
     Broken,
@@ -58,15 +59,27 @@ from icestream.schema import (
 from icestream.sinks import Committed, Sink, StaleWrite, Writer, Written
 from icestream.sources import (
     Budget,
+    CatchUp,
     EpochPlan,
+    Finish,
     LettersTried,
     Part,
+    Remembered,
     Source,
     Split,
     SplitsLost,
+    StartPlan,
     TableSplit,
     TablesUnready,
     ValuesNeeded,
+)
+from icestream.sources.abilities import (
+    SOURCE_ABILITIES,
+    FindsTables,
+    HasBacklog,
+    Interruptible,
+    RegroupsSplits,
+    TakesLetters,
 )
 from icestream.worker import Outcome, Unready
 
@@ -206,6 +219,7 @@ class Pipeline:
     def __init__(
         self, name: str, source: Source, sink: Sink, cadence: Cadence, write_epoch: WriteEpoch
     ):
+        refuse_halves(source, SOURCE_ABILITIES)
         self.name = name
         self.health = Health(name)
         self._write_epoch = write_epoch
@@ -229,8 +243,8 @@ class Pipeline:
         self._once = True
         self._pending: deque[Frontier] = deque()
         self._named: Sequence[str] = ()
-        self._unclaimed: Sequence[str] = ()
-        self._rebuilt: frozenset[str] = frozenset()
+        self._missing: Sequence[str] = ()
+        self._start = StartPlan()
         self._left_alone: frozenset[str] = frozenset()
         self._freshness = metrics.FRESHNESS_SECONDS.labels(name)
         age = metrics.EPOCH_AGE_SECONDS.labels(name)
@@ -242,7 +256,8 @@ class Pipeline:
     def stop(self) -> None:
         """Ask the loop to end after the commit it is in; callable from any thread."""
         self._stop.set()
-        self._source.interrupt()
+        if isinstance(self._source, Interruptible):
+            self._source.interrupt()
 
     def run(self, once: bool = False) -> None:
         """Work until stopped, or with `once` until all that is available now is committed."""
@@ -254,7 +269,7 @@ class Pipeline:
         Tells what became of them. Without any nothing is claimed, and a running pipeline goes on.
         """
         self._watched(partial(self._try_letters, table, as_is))
-        return self._source.tried()
+        return self._source.tried() if isinstance(self._source, TakesLetters) else ()
 
     def _watched(self, work: Callable[[], None]) -> None:
         """Work, show how it ends, and let the source go."""
@@ -280,19 +295,22 @@ class Pipeline:
         self._once = self._patience.bounded = once
         before, resume = self._found()
         if once and self._nothing_to_do(before, resume):
-            if trouble := self._source.trouble():
+            if trouble := self._source.standing(resume.at).trouble:
                 raise trouble
             return
         self._take_over()
         self._stream(once)
 
     def _try_letters(self, table: str | None, as_is: bool) -> None:
+        source = self._source
+        if not isinstance(source, TakesLetters):
+            return
         _, resume = self._found()
         behind = resume.unfinished or self._fed(resume.replays)
-        if not behind and not self._source.letters(resume.at, table, as_is):
+        if not behind and not source.letters(resume.at, table, as_is):
             return
         self._take_over()
-        for letters in self._source.letters(self._durable, table, as_is):
+        for letters in source.letters(self._durable, table, as_is):
             self._end_if_stopped()
             epoch = self._mint(self._durable, letters.after(self._durable))
             plan = self._retry(partial(self._source.plan, epoch))
@@ -303,22 +321,26 @@ class Pipeline:
         tables = self._retry(self._source.tables)
         before = self._retry(partial(self._sink.durable, tables))
         resume = resume_point(before)
-        self._named, self._unclaimed = tables, unclaimed(tables, before, resume)
-        self._rebuilt = frozenset(self._source.unclaimed(self._unclaimed))
-        self._source.found(before.keys())
+        self._named, self._missing = tables, missing_tables(tables, before, resume)
+        self._ask_start(before, resume)
         return before, resume
+
+    def _ask_start(self, progress: Mapping[str, Progress], resume: Resume) -> None:
+        """Tell the source what the destination remembers, and know what that means for tables."""
+        remembered = Remembered(progress=progress, durable=resume.at, missing=self._missing)
+        self._start = self._retry(partial(self._source.resume, remembered))
 
     def _take_over(self) -> None:
         """Claim the tables, finish what an earlier run left, bring forward what lies behind."""
         progress = self._retry(lambda: self._sink.claim(self._source.tables()))
         resume = resume_point(progress)
         self._refuse_change(progress, resume)
-        self._source.found(progress.keys())
+        self._ask_start(progress, resume)
         self._number, self._durable = resume.number, resume.at
         self._settled_number = self._number
         log.info(
             "resuming after %s",
-            brief(self._source.position(resume.at)) or "the beginning",
+            brief(self._source.standing(resume.at).position) or "the beginning",
             extra={"pipeline": self.name, "epoch": resume.number},
         )
         behind = {**self._without_history(progress), **self._fed(resume.replays)}
@@ -334,7 +356,7 @@ class Pipeline:
 
         It has decided by what it was told which tables it brings as a whole.
         """
-        changed = sorted({*unclaimed(self._named, progress, resume)} ^ {*self._unclaimed})
+        changed = sorted({*missing_tables(self._named, progress, resume)} ^ {*self._missing})
         if changed:
             raise TargetUnavailable(
                 f"table {changed[0]} was dropped, made or filled while the pipeline started",
@@ -361,14 +383,13 @@ class Pipeline:
         epoch = resume.unfinished
         if epoch is None:
             return
-        self._source.finish(epoch)
-        excused = {*behind, *self._rebuilt}
+        excused = {*behind, *self._start.rebuilt}
         others = {*resume.carriers, *excused}
         # The newest: an epoch is planned anew each time that it is written.
         plans = [EpochPlan()]
 
         def write() -> Written:
-            self._retry(partial(self._source.available, epoch.lower))
+            self._retry(partial(self._source.available, epoch.lower, Finish(epoch=epoch)))
             plans.append(self._retry(partial(self._source.plan, epoch)))
             plan = _only(plans[-1], lambda tables: not others.issuperset(tables))
             # Values are looked up in tables that have the epoch as these were before it. Tables
@@ -404,7 +425,7 @@ class Pipeline:
             lacking = resume.lacking - owners - {*found, *excused}
             names = sorted(t for t in lacking if not t.endswith(dead_letters.SUFFIX))
             lost, detail = len(names), f"Tables that lack it: {', '.join(names)}."
-            if left_out := [table for table in names if not self._source.feeds(table)]:
+            if left_out := [table for table in names if table in self._start.unfed]:
                 back = f"Put {', '.join(left_out)} back in `tables`, or in `topics`, until the "
                 back += "epoch is finished."
                 hint = back if left_out == names else f"{back} {hint}"
@@ -415,7 +436,7 @@ class Pipeline:
 
     def _fed(self, replays: Mapping[str, Progress]) -> dict[str, Progress]:
         """Of tables that lie behind those that the source has changes of, as things are now."""
-        return {table: mine for table, mine in replays.items() if self._source.feeds(table)}
+        return {table: mine for table, mine in replays.items() if table not in self._start.unfed}
 
     def _leave_alone(self, tables: Collection[str]) -> None:
         """Let tables that lie behind stay as they are: only a replay may bring them an epoch.
@@ -439,19 +460,18 @@ class Pipeline:
         the source still has of them must come first, or something would silently be missing.
         """
         nothing = Progress(pipeline=self.name)
-        own = {table: progress.get(table, nothing) for table in self._source.tables()}
-        lower = {t: self._source.read_from(t, mine.upper, self._durable) for t, mine in own.items()}
-        return {t: replace(own[t], upper=at) for t, at in lower.items() if at is not None}
+        behind = self._start.behind.items()
+        return {table: replace(progress.get(table, nothing), upper=at) for table, at in behind}
 
     def _replay(self, table: str, progress: Progress) -> None:
         """Bring a table that lies behind forward to the others, boundary by boundary."""
         lower = progress.upper
-        catch_up = partial(self._source.catch_up, table)
-        bounds = deque(self._retry(partial(catch_up, lower, self._durable)))
+        purpose = CatchUp(table=table, durable=self._durable)
+        bounds: deque[Frontier] = deque()
         while lower != self._durable:
             self._end_if_stopped()
             if not bounds:
-                ahead = self._retry(partial(self._source.available, lower))
+                ahead = self._retry(partial(self._source.available, lower, purpose))
                 bounds.extend(upper for upper in ahead if self._durable.covers(upper))
             upper = bounds.popleft() if bounds else self._durable
             try:
@@ -461,7 +481,7 @@ class Pipeline:
             except SplitsLost as lost:
                 # The source names other bounds now: an epoch that was too large becomes smaller.
                 self._give_up(lost)
-                bounds = deque(self._retry(partial(catch_up, lower, self._durable)))
+                bounds.clear()
 
     def _replay_epoch(self, table: str, epoch: Epoch) -> None:
         """Bring one epoch to a table that lies behind."""
@@ -501,7 +521,7 @@ class Pipeline:
                             lower = self._durable
                     elif once:
                         self._last_heartbeat(lower)
-                        if trouble := self._source.trouble():
+                        if trouble := self._source.standing(self._durable).trouble:
                             raise trouble
                         return
                     else:
@@ -528,7 +548,8 @@ class Pipeline:
         wait(futures)
         self._in_flight.clear()
         self._pending.clear()
-        self._source.give_up(lost)
+        if isinstance(self._source, RegroupsSplits):
+            self._source.give_up(lost)
         self._looked_at = -math.inf
         with self._settled:
             self._settled_number = self._number
@@ -566,7 +587,7 @@ class Pipeline:
         A running pipeline asks once per `commit_interval`: what came meanwhile is one epoch. It
         asks at once when a whole epoch waits.
         """
-        if once and self._source.caught_up(lower):
+        if once and self._source.standing(lower).caught_up:
             self._pending.clear()
         elif not self._pending and not busy and (once or self._is_time(lower)):
             self._looked_at = time.monotonic()
@@ -582,12 +603,15 @@ class Pipeline:
         return max(0.0, self._cadence.commit_interval - since)
 
     def _is_time(self, lower: Frontier) -> bool:
-        return self._seconds_left() == 0.0 or self._source.backlog(lower)
+        source = self._source
+        return self._seconds_left() == 0.0 or (
+            isinstance(source, HasBacklog) and source.backlog(lower)
+        )
 
     def _show(self, state: State) -> None:
         """Be in a state, or stalled while something is in trouble: a part of the source, too."""
         self._stage = state
-        if trouble := self._source.trouble():
+        if trouble := self._source.standing(self._durable).trouble:
             self._patience.tell(self._partial, trouble)
         else:
             self._patience.end(self._partial)
@@ -640,7 +664,7 @@ class Pipeline:
         return self._publish_frontier(epoch)
 
     def _publish_frontier(self, epoch: Epoch, table: str | None = None) -> bool:
-        labels = self._source.summary(epoch)
+        labels = self._source.was_read(epoch, ())
         return self._retry(partial(self._sink.heartbeat, epoch, labels, table))
 
     def _last_heartbeat(self, lower: Frontier) -> None:
@@ -691,13 +715,12 @@ class Pipeline:
             failpoints.reach(failpoints.AFTER_WRITE)
             metrics.ROWS_READ.labels(self.name).inc(outcome.rows)
             metrics.BYTES_READ.labels(self.name).inc(sum(split.size_bytes for split in usable))
-            for learned in outcome.learned:
-                self._source.learn(learned)
+            labels = self._source.was_read(epoch, outcome.learned)
             return Written(
                 epoch=epoch,
                 reports=[r for r in outcome.reports if takes_part(r.table)],
                 writer=writer,
-                labels=self._source.summary(epoch),
+                labels=labels,
                 truncated=truncated & set(tables),
                 changes=outcome.rows,
             )
@@ -717,7 +740,8 @@ class Pipeline:
         for table, columns in gaps.items():
             with self._tables_lock:
                 self._retry(partial(self._sink.evolve, table, columns))
-        self._source.meet(shapes)
+        if isinstance(self._source, FindsTables):
+            self._source.tables_met(shapes)
         return set(shapes)
 
     def _with_stored(
@@ -765,7 +789,7 @@ class Pipeline:
                 # A table that took the epoch already is found to carry it, and keeps it as it is.
                 again = self._insist(epoch, write, bounded=True)
                 written = replace(again, replaying=written.replaying)
-        position = self._source.position(epoch.upper)
+        position = self._source.standing(epoch.upper).position
         self.health.committed(epoch.number, position, results)
         log.info(
             "committed %s",
@@ -803,7 +827,7 @@ class Pipeline:
         self._observe_lag()
 
     def _observe_lag(self) -> None:
-        self._lag = self._source.lag_seconds(self._durable) or 0.0
+        self._lag = self._source.standing(self._durable).lag_seconds or 0.0
         self._lag_known_at = time.monotonic()
 
     def _epochs_behind(self) -> float:
@@ -852,7 +876,9 @@ def _of_many(part: Part) -> bool:
     return not part.tables or (isinstance(part, Split) and not isinstance(part, TableSplit))
 
 
-def unclaimed(tables: Iterable[str], progress: Mapping[str, Progress], resume: Resume) -> list[str]:
+def missing_tables(
+    tables: Iterable[str], progress: Mapping[str, Progress], resume: Resume
+) -> list[str]:
     """Tables that hold nothing of what other tables say is durable.
 
     They were never this pipeline's, or were dropped. One that has taken no epoch was made anew and

@@ -24,6 +24,7 @@ from icestream.errors import (
 )
 from icestream.pipeline import Pipeline, State
 from icestream.sources import Source
+from icestream.sources.abilities import known_tables, verify_table
 
 # The first that fits counts.
 _STATES: dict[type[IcestreamError], str] = {
@@ -90,7 +91,7 @@ def pipeline_status(config: PipelineConfig, spark: SparkSession) -> list[dict[st
     """
     sink = open_sink(config, spark)
     with closing(open_source(config, spark)) as source:
-        rows = config.sink.status(sink, source.known_tables(), config.name)
+        rows = config.sink.status(sink, known_tables(source), config.name)
         return [_told(row, source) for row in rows]
 
 
@@ -99,12 +100,12 @@ def _told(row: dict[str, Any], source: Source) -> dict[str, Any]:
     upper, committed_at = row.pop("upper"), row.pop("committed_at")
     trouble = row["trouble"]
     if trouble is None and upper is not None:
-        trouble = _raised(source.verify_table, row["source_table"], upper)
+        trouble = _raised(verify_table, source, row["source_table"], upper)
     return {
         **row,
         "state": _state(trouble) if trouble else row["state"],
         "trouble": trouble,
-        "position": source.position(upper) if upper is not None else "",
+        "position": source.standing(upper).position if upper is not None else "",
         "committed_at": _time(round(committed_at * 1000)) if committed_at else "",
     }
 

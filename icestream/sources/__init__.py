@@ -5,15 +5,15 @@ an epoch (`plan`), and is told what is durable (`ack`). It never acknowledges by
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import pyarrow as pa
-from pyiceberg.types import IcebergType
 from pyspark.sql import DataFrame
 
-from icestream.epoch import Epoch
+from icestream.abilities import members
+from icestream.epoch import Epoch, Progress
 from icestream.errors import IcestreamError, SourceUnavailable
 from icestream.frontier import START, Frontier
 from icestream.schema import Column, Reads, TableShape
@@ -269,17 +269,10 @@ def _refuse_unfinished(part: Part) -> None:
     if isinstance(part, Split | FrameSplit):
         return
     kind = FrameSplit if hasattr(part, "frame") else Split
-    # What the protocol asks for, by its own list of it.
+    # A member may be a field, which the instance has.
     lacking = sorted(name for name in members(kind) if not hasattr(part, name))
     name = type(part).__name__
     raise TypeError(f"{name} is no {kind.__name__}: it lacks {', '.join(lacking)}")
-
-
-def members(protocol: type) -> frozenset[str]:
-    """The names that a protocol asks for, also those of its bases."""
-    own = (base for base in protocol.__mro__ if getattr(base, "_is_protocol", False))
-    found = {name for base in own for name in (*vars(base), *vars(base).get("__annotations__", ()))}
-    return frozenset(name for name in found if not name.startswith("_"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -304,25 +297,106 @@ class Letters(Protocol):
         ...
 
 
-CALLED_BY_EPOCHS = frozenset({"shape", "meet", "learn", "summary"})
-"""What the threads in which epochs are written ask a source, beside the loop's own thread."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remembered:
+    """What the destination remembers when a run starts.
 
-CALLED_ALONE = frozenset({"available", "catch_up", "letters", "give_up"})
-"""What the loop asks a source only while no epoch is being written."""
+    `progress` is that of each table of the pipeline which is there, and `durable` the frontier up
+    to which all are complete. The destination has nothing of the tables in `missing`: they are new,
+    or someone dropped them, and what was said to be durable of them is not there.
+    """
+
+    progress: Mapping[str, Progress]
+    durable: Frontier
+    missing: Sequence[str] = ()
+
+    def upper(self, table: str) -> Frontier:
+        """What the table itself remembers; the start for one that is not there."""
+        mine = self.progress.get(table)
+        return mine.upper if mine else START
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartPlan:
+    """What a start means for tables, as the source says.
+
+    Tables in `rebuilt` are brought as a whole, from their beginning on: an epoch that only some
+    tables carry is not finished in these. Those of `behind` must be read from the frontier given
+    here before all go on. Tables in `unfed` are at the destination and get no changes from the
+    source as things are now: one that lies behind is left as it is.
+    """
+
+    rebuilt: frozenset[str] = frozenset()
+    behind: Mapping[str, Frontier] = field(default_factory=dict)
+    unfed: frozenset[str] = frozenset()
+
+
+def without_history(
+    tables: Iterable[str],
+    remembered: Remembered,
+    has_history: Callable[[str, Frontier], bool],
+) -> dict[str, Frontier]:
+    """Tables that took no epoch yet although the source may still serve changes before `durable`.
+
+    They were added to the pipeline, or dropped and created anew: what the source still has of them
+    must come first, or something would silently be missing. Mostly a table lies behind because it
+    had no changes, and then it lacks nothing.
+    """
+    new = [table for table in tables if remembered.upper(table) == START]
+    return {table: START for table in new if has_history(table, remembered.durable)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CatchUp:
+    """Bounds are wanted for a table that lies behind, up to what is durable in the others."""
+
+    table: str
+    durable: Frontier
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finish:
+    """An epoch that some tables carry is planned next, with the bounds that it has.
+
+    No limit on how much an epoch may hold can cut it any more.
+    """
+
+    epoch: Epoch
+
+
+Purpose = CatchUp | Finish
+"""What bounds are wanted for, when it is not the stream that all tables follow."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """Where a frontier stands, for people, for metrics and for the end of a single run.
+
+    `position` is the frontier in the source's own words. `lag_seconds` is how far it is behind the
+    newest change that is known. `caught_up` says that it has reached the end that the source had
+    when it was first asked: a run with `--once` ends there although more keeps coming. It is false
+    when only `available` can tell. `trouble` is what keeps a part of the source from being read
+    while the rest goes on.
+    """
+
+    position: str
+    lag_seconds: float | None = None
+    caught_up: bool = False
+    trouble: IcestreamError | None = None
 
 
 class Source(Protocol):
-    """Where changes come from. Used by the coordinator alone, by these threads:
+    """Where changes come from. Used by the coordinator alone.
 
-    - The loop's thread calls all methods, one after the other.
-    - Threads of epochs call those of `CALLED_BY_EPOCHS`, at the same time as each other and as the
-      loop's thread calls any other. What these share with others must bear that.
-    - Those of `CALLED_ALONE` come while there is no thread of an epoch: they may change all.
-    - `interrupt` comes at any moment, and `keyed` never changes.
+    Each method says by which thread it is called. The loop's thread calls one method after the
+    other. Threads of epochs call theirs at the same time as each other, and as the loop's thread
+    calls any other: what these share must bear that. What is called while no epoch is written may
+    change all.
 
-    A source subclasses it. What is not abstract has the answer of a source that the question does
-    not concern: it keeps nothing, has nothing to say or to let go. Whether there
-    is history has no such answer, because a wrong "no" would lose rows.
+    Where a method may raise passing trouble (`Retryable`, such as `SourceUnavailable`), the loop
+    waits and calls it again. All other errors end the run.
+
+    A source subclasses it. `icestream.sources.abilities` has what some can do beyond this.
     """
 
     keyed: bool
@@ -330,152 +404,76 @@ class Source(Protocol):
 
     @abstractmethod
     def tables(self) -> Sequence[str]:
-        """The tables known so far; more may appear with later epochs."""
-        ...
+        """The tables known so far; more may appear with later epochs.
 
-    def known_tables(self) -> Sequence[str]:
-        """The tables that can be named without asking where the changes come from."""
-        return ()
-
-    def feeds(self, table: str) -> bool:
-        """Whether a table that the destination has gets its changes from here, as things are now.
-
-        One that lies behind and does not is left as it is: no epoch is brought to it.
+        Thread: the loop's, while no epoch is written. Raises `Retryable`, `ConfigInvalid`.
         """
-        return table in self.tables()
+        ...
 
     @abstractmethod
     def shape(self, table: str) -> TableShape | None:
-        """Columns and key for a table that must be created, known once it has splits.
+        """Columns and key for a table that must be created, known once an epoch has parts of it.
 
         None if only deletes were seen so far: they need no table.
+        Thread: those of epochs. Raises `ConfigInvalid`, `SchemaRejected`, `Retryable`.
         """
         ...
 
-    def declared(self, table: str) -> Mapping[str, IcebergType]:
-        """The types that the configuration gives columns of the table."""
-        return {}
-
     @abstractmethod
-    def has_history(self, table: str, before: Frontier) -> bool:
-        """Whether the source may still serve changes of the table that lie before a frontier."""
+    def resume(self, remembered: Remembered) -> StartPlan:
+        """Told at the start what the destination remembers; answers what that means for tables.
+
+        Asked before the tables are claimed, and once more after that; the missing tables are the
+        same both times.
+        Thread: the loop's, while no epoch is written. Raises `Retryable`, `ConfigInvalid`.
+        """
         ...
 
-    def read_from(self, table: str, own: Frontier, durable: Frontier) -> Frontier | None:
-        """From where a table must be read before all go on from `durable`; None if it need not.
-
-        `own` is what the table remembers. Mostly it lies behind because it had no changes; one
-        that took no epoch yet has all the history before it.
-        """
-        return START if own == START and self.has_history(table, durable) else None
-
     @abstractmethod
-    def available(self, lower: Frontier) -> Sequence[Frontier]:
+    def available(self, lower: Frontier, purpose: Purpose | None = None) -> Sequence[Frontier]:
         """Upper bounds of the next epochs after `lower`, ascending; empty when nothing is new.
 
-        Raises `HistoryLost` when the source can no longer serve `lower`.
+        Thread: the loop's, while no epoch is written. Raises `HistoryLost` when the source can no
+        longer serve `lower`, `Retryable`, and what an operator must decide.
         """
         ...
-
-    def backlog(self, lower: Frontier) -> bool:
-        """Whether the next epoch shall begin at once, and not when its time has come.
-
-        So it is while as much waits after `lower` as an epoch may hold, and while tables are
-        copied. It is asked about once a second and has to be cheap. A source that names everything
-        that it has in one answer of `available` need not answer it.
-        """
-        return False
-
-    def catch_up(self, table: str, lower: Frontier, durable: Frontier) -> Sequence[Frontier]:
-        """Extra bounds that a lagging table must reach, before those of `available`."""
-        return ()
-
-    def letters(self, durable: Frontier, table: str | None, as_is: bool) -> Sequence[Letters]:
-        """The dead letters of one table, or of all, in groups that fit into an epoch each."""
-        return ()
-
-    def tried(self) -> Sequence[LettersTried]:
-        """What became of dead letters that this run has tried again, by table."""
-        return ()
-
-    def verify(self, durable: Frontier) -> None:
-        """Raise what would stop a run that goes on from `durable`; nothing is changed."""
-        return None
-
-    def verify_table(self, table: str, durable: Frontier) -> None:
-        """As `verify`, but for one table, and only what is told without much work."""
-        return None
-
-    def caught_up(self, frontier: Frontier) -> bool:
-        """Whether a frontier has reached the end that the source had when it was first asked.
-
-        A run with `--once` ends there although more keeps coming. False when only `available` can
-        tell.
-        """
-        return False
-
-    def give_up(self, lost: SplitsLost) -> None:
-        """Told what made splits be given up: what is not durable will be asked for anew."""
-        return None
-
-    def trouble(self) -> IcestreamError | None:
-        """What keeps a part of the source from being read while the rest goes on."""
-        return None
-
-    def meet(self, shapes: Mapping[str, TableShape]) -> None:
-        """Told of tables that reading has found changes of, and how they would be created."""
-        return None
-
-    def finish(self, epoch: Epoch) -> None:
-        """Told that some tables carry an epoch: it is planned with the bounds it has.
-
-        No limit on how much an epoch may hold can cut it any more.
-        """
-        return None
 
     @abstractmethod
     def plan(self, epoch: Epoch) -> EpochPlan:
-        """What the epoch consists of."""
+        """What the epoch consists of.
+
+        Thread: the loop's, also beside epochs. Raises as `available`.
+        """
         ...
 
-    def unclaimed(self, tables: Sequence[str]) -> Collection[str]:
-        """Told at the start: the destination has nothing of these tables.
+    def was_read(self, epoch: Epoch, lessons: Sequence[Any]) -> Mapping[str, str]:
+        """Told what reading an epoch has taught: what `Split.learned` returned, of each split.
 
-        They are new, or someone dropped them: what was said to be durable of them is not there.
-        Returns those that the source will bring as a whole, from their beginning on. An epoch that
-        only some tables carry is not finished in these.
+        Returns entries of its own that the source wants in the summary of the epoch's snapshots.
+        Asked without lessons for an epoch that only publishes a frontier.
+        Thread: those of epochs, and the loop's. Raises nothing.
         """
-        return ()
-
-    def found(self, tables: Collection[str]) -> None:
-        """Told at the start which tables of the pipeline the destination has."""
-        return None
-
-    def learn(self, learned: Any) -> None:
-        """Take in what reading a split has taught; called with what its `learned()` returned."""
-        return None
-
-    def summary(self, epoch: Epoch) -> Mapping[str, str]:
-        """Entries of its own that the source wants in the summary of the epoch's snapshots."""
         return {}
 
     @abstractmethod
-    def position(self, frontier: Frontier) -> str:
-        """A frontier in the source's own words, for people."""
+    def standing(self, frontier: Frontier) -> Standing:
+        """Where a frontier stands; also asked before anything else, by `icestream status`.
+
+        Thread: the loop's, also beside epochs. Raises nothing.
+        """
         ...
 
-    def lag_seconds(self, durable: Frontier) -> float | None:
-        """How far behind the newest known change the durable frontier is."""
-        return None
-
     def ack(self, durable: Frontier) -> None:
-        """Everything before `durable` is committed and may be forgotten."""
-        return None
+        """Everything before `durable` is committed and may be forgotten.
 
-    def interrupt(self) -> None:
-        """Told, from any thread, that the run is being stopped: waits should end within seconds."""
+        Thread: the loop's, also beside epochs. Raises nothing that could be waited for: what
+        cannot be told now is told with the next one.
+        """
         return None
 
     def close(self) -> None:
-        """Let go of connections."""
+        """Let go of connections.
+
+        Thread: the loop's, while no epoch is written, as the last call. Raises nothing.
+        """
         return None

@@ -311,6 +311,6 @@ def copied(source: PostgresSource) -> Frontier:
         bounds = source.available(at)
         at = bounds[-1] if bounds else at
         source.ack(at)
-        if source.caught_up(at):
+        if source.standing(at).caught_up:
             return at
     raise AssertionError("the copies do not end")

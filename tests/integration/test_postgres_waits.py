@@ -50,7 +50,7 @@ def opened(server: EmbeddedPostgres) -> Iterator[PostgresSource]:
 def copied(source: PostgresSource) -> Frontier:
     """The position behind the copy, which is taken as committed."""
     at = START
-    while not source.caught_up(at):
+    while not source.standing(at).caught_up:
         at = [at, *source.available(at)][-1]
         source.ack(at)
     return at

@@ -30,7 +30,7 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -66,13 +66,19 @@ from icestream.schema import Column, SchemaGap, TableShape
 from icestream.sinks.iceberg import IcebergSink, IcebergSinkOptions
 from icestream.sinks.iceberg.writer import IcebergWriter
 from icestream.sources import (
+    CatchUp,
     EpochPlan,
     Need,
+    Purpose,
+    Remembered,
     Source,
     SplitsLost,
+    Standing,
+    StartPlan,
     TablesUnready,
     Targets,
     ValuesNeeded,
+    without_history,
 )
 from icestream.worker import Outcome, Unready
 from tests.property.memory import Lake, MemoryCatalog, Metadata, Snapshot, Wire, progress_in
@@ -316,28 +322,28 @@ class StreamSource(Source):
     def tables(self) -> Sequence[str]:
         return self._stream.tables if self._world.weather.tables_named else []
 
-    def feeds(self, table: str) -> bool:
-        return True
+    def resume(self, remembered: Remembered) -> StartPlan:
+        self._found |= {*remembered.progress}
+        self._again = {*remembered.missing} if self._world.weather.copies else set()
+        behind = without_history(self.tables(), remembered, self._has_history)
+        return StartPlan(rebuilt=frozenset(self._again), behind=behind)
 
-    def found(self, tables: Any) -> None:
-        self._found |= {*tables}
-
-    def meet(self, shapes: Mapping[str, TableShape]) -> None:
+    def tables_met(self, shapes: Mapping[str, TableShape]) -> None:
         self._found |= {*shapes}
 
     def shape(self, table: str) -> TableShape:
         return SHAPE
 
-    def unclaimed(self, tables: Sequence[str]) -> Collection[str]:
-        self._again = {*tables} if self._world.weather.copies else set()
-        return self._again
-
-    def has_history(self, table: str, before: Frontier) -> bool:
+    def _has_history(self, table: str, before: Frontier) -> bool:
         if self._world.weather.copies:
             return False
         return bool(self._stream.rows(table, self._stream.acked, at(before)[0], at(before)[1]))
 
-    def available(self, lower: Frontier) -> Sequence[Frontier]:
+    def available(self, lower: Frontier, purpose: Purpose | None = None) -> Sequence[Frontier]:
+        if isinstance(purpose, CatchUp):
+            # What lies beside a table stays there when the table is read again.
+            self._skipped = self._world.rows_beside(purpose.table)
+            self._ahead = purpose.durable
         self._process.moment()
         stream, rng = self._stream, self._world.rng
         start = self._served(lower)
@@ -356,11 +362,6 @@ class StreamSource(Source):
         if not bounds:
             self._process.nothing_new()
         return bounds
-
-    def catch_up(self, table: str, lower: Frontier, durable: Frontier) -> Sequence[Frontier]:
-        # What lies beside a table stays there when the table is read again.
-        self._skipped, self._ahead = self._world.rows_beside(table), durable
-        return ()
 
     def plan(self, epoch: Epoch) -> EpochPlan:
         copied = frozenset(t for t in self._stream.tables if _copied(epoch, t))
@@ -393,11 +394,11 @@ class StreamSource(Source):
             ]
         return found
 
-    def summary(self, epoch: Epoch) -> Mapping[str, str]:
+    def was_read(self, epoch: Epoch, lessons: Sequence[Any]) -> Mapping[str, str]:
         return {"simulated.files": "{data}"}
 
-    def position(self, frontier: Frontier) -> str:
-        return str(frontier[PARTITION])
+    def standing(self, frontier: Frontier) -> Standing:
+        return Standing(position=str(frontier[PARTITION]))
 
     def ack(self, durable: Frontier) -> None:
         self._process.moment()

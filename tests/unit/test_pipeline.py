@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from pyiceberg.types import LongType
 import icestream.patience
 import icestream.pipeline
 from icestream import dead_letters, metrics
+from icestream.abilities import members
 from icestream.epoch import Epoch, Progress, resume_point, table_id
 from icestream.errors import (
     CommitUnknown,
@@ -29,21 +30,25 @@ from icestream.frontier import START, Frontier
 from icestream.iceberg import progress as summaries
 from icestream.iceberg.files import DATA, FileClosed
 from icestream.iceberg.handle import TableName
-from icestream.pipeline import Cadence, Pipeline, State, brief, unclaimed
+from icestream.pipeline import Cadence, Pipeline, State, brief, missing_tables
 from icestream.report import Report
 from icestream.schema import Column, SchemaGap, TableShape
 from icestream.sinks.iceberg import IcebergSink, IcebergSinkOptions
 from icestream.sources import (
-    CALLED_ALONE,
-    CALLED_BY_EPOCHS,
     EpochPlan,
     Need,
+    Purpose,
+    Remembered,
     Source,
     SplitsLost,
+    Standing,
+    StartPlan,
     TableSplit,
     Targets,
     ValuesNeeded,
+    without_history,
 )
+from icestream.sources.abilities import SOURCE_ABILITIES
 from icestream.worker import Outcome, Unready
 from tests.property.memory import Lake, MemoryCatalog, Snapshot, Wire
 from tests.servers import wait_until
@@ -112,17 +117,20 @@ class LogSource(Source):
         found = self._tables_in(range(len(self.log))) - {".", *self.left_out}
         return sorted(found) if self.named else []
 
-    def feeds(self, table: str) -> bool:
-        return not self.named or super().feeds(table)
-
     def shape(self, table: str) -> TableShape | None:
         return dead_letters.SHAPE if table.endswith(dead_letters.SUFFIX) else SHAPE
 
-    def has_history(self, table: str, before: Frontier) -> bool:
+    def resume(self, remembered: Remembered) -> StartPlan:
+        tables = self.tables()
+        behind = without_history(tables, remembered, self._has_history)
+        unfed = {*remembered.progress} - {*tables} if self.named else set()
+        return StartPlan(behind=behind, unfed=frozenset(unfed))
+
+    def _has_history(self, table: str, before: Frontier) -> bool:
         upper = before["log"][0] if before["log"] else 0
         return table in self._tables_in(range(self.forgotten, upper))
 
-    def available(self, lower: Frontier) -> Sequence[Frontier]:
+    def available(self, lower: Frontier, purpose: Purpose | None = None) -> Sequence[Frontier]:
         if self.troubles:
             raise self.troubles.pop(0)
         start = lower["log"][0] if lower["log"] else 0
@@ -145,14 +153,12 @@ class LogSource(Source):
     def _tables_in(self, span: Iterable[int]) -> set[str]:
         return {self.called.get(self.log[at], self.log[at]) for at in span}
 
-    def learn(self, learned: Any) -> None:
-        self.notes.append(f"learn {learned}")
+    def was_read(self, epoch: Epoch, lessons: Sequence[Any]) -> Mapping[str, str]:
+        self.notes += [f"learn {learned}" for learned in lessons]
+        return {}
 
-    def position(self, at: Frontier) -> str:
-        return str(at["log"][0]) if at["log"] else ""
-
-    def lag_seconds(self, durable: Frontier) -> float | None:
-        return 1.5
+    def standing(self, at: Frontier) -> Standing:
+        return Standing(position=str(at["log"][0]) if at["log"] else "", lag_seconds=1.5)
 
     def ack(self, durable: Frontier) -> None:
         self.notes.append(f"ack {durable['log'][0]}")
@@ -382,10 +388,10 @@ class SteadySource(LogSource):
         self.backlogs = list(backlogs)
         self.pipeline: Pipeline | None = None
 
-    def available(self, lower: Frontier) -> Sequence[Frontier]:
+    def available(self, lower: Frontier, purpose: Purpose | None = None) -> Sequence[Frontier]:
         position = lower["log"][0] if lower["log"] else 0
         self.bounds = [position + 1]
-        return super().available(lower)
+        return super().available(lower, purpose)
 
     def backlog(self, lower: Frontier) -> bool:
         if not self.backlogs:
@@ -440,6 +446,37 @@ def test_several_epochs_are_written_at_once_and_committed_in_order():
     assert scene.epochs("a") == [(number, [number - 1]) for number in range(1, 7)]
 
 
+LOOP_ALONE, LOOP, EPOCHS = "the loop's, while no epoch is written", "the loop's", "those of epochs"
+
+
+def promised_threads() -> dict[str, str]:
+    """What the docstring of each method says of the thread that calls it."""
+    found = {}
+    for protocol in (Source, *SOURCE_ABILITIES):
+        for method in members(protocol) - {"keyed"}:
+            told = " ".join(getattr(protocol, method).__doc__.split())
+            assert "Raises " in told, method
+            thread = told.split("Thread: ")[1].split(".")[0]
+            found[method] = thread
+    return found
+
+
+def called_alone() -> set[str]:
+    return {name for name, thread in promised_threads().items() if thread.startswith(LOOP_ALONE)}
+
+
+def test_the_docstring_of_each_question_says_who_asks_it_and_what_it_may_raise():
+    """E5: whoever writes a source sees from the contract what must bear two threads."""
+    threads = promised_threads()
+    known = (LOOP, EPOCHS, "any", "outside of runs")
+    assert [name for name, thread in threads.items() if not thread.startswith(known)] == []
+    assert len(members(Source) - {"keyed"}) <= 9
+
+
+PROMISED = promised_threads()
+ALONE = called_alone()
+
+
 class ThreadedSource(LogSource):
     """Notes which thread calls what, and what is called while workers write."""
 
@@ -454,12 +491,12 @@ class ThreadedSource(LogSource):
         self.asked_early = threading.Event()
 
     def __getattribute__(self, name: str) -> Any:
-        if not name.startswith("_") and name in vars(Source):
+        if name in PROMISED:
             if threading.current_thread() is not self.loop:
                 self.elsewhere.add(name)
             elif self.writing:
                 self.beside_epochs.add(name)
-                if name in CALLED_ALONE:
+                if name in ALONE:
                     self.asked_early.set()
         return super().__getattribute__(name)
 
@@ -485,9 +522,10 @@ def test_threads_of_epochs_call_what_a_source_expects_of_them():
     sink = scene.sink()
     cadence = Cadence(commit_interval=0.0, epochs_in_flight=3)
     Pipeline("p", source, sink, cadence, source.write).run(once=True)
-    assert {"shape", "learn", "summary"} <= source.elsewhere
-    assert source.elsewhere <= CALLED_BY_EPOCHS | {"keyed"}
-    assert source.beside_epochs.isdisjoint(CALLED_ALONE)
+    by_epochs = {name for name, thread in PROMISED.items() if thread.startswith(EPOCHS)}
+    assert {"shape", "was_read"} <= source.elsewhere
+    assert source.elsewhere <= by_epochs | {"keyed"}
+    assert source.beside_epochs.isdisjoint(ALONE)
 
 
 def test_an_epoch_that_only_some_tables_carry_is_brought_to_the_others_alone():
@@ -525,7 +563,7 @@ def test_a_table_that_is_made_anew_is_not_taken_for_one_that_awaits_an_unfinishe
         "b": Progress(pipeline="p", generation=1, table_id="b"),
         "c": Progress(pipeline="p", generation=1, table_id="c"),
     }
-    assert unclaimed(["a", "b", "c", "d"], found, resume_point(found)) == ["c", "d"]
+    assert missing_tables(["a", "b", "c", "d"], found, resume_point(found)) == ["c", "d"]
 
 
 class Crash(BaseException):

@@ -36,7 +36,7 @@ class Changefeed(Source):
             for table, columns in options.columns.items()
         }
 
-    def summary(self, epoch: Epoch) -> Mapping[str, str]:
+    def _labels(self, epoch: Epoch) -> Mapping[str, str]:
         """What a CockroachDB sink would say of an epoch."""
         resolved = resolved_of(epoch.upper)
         return {
@@ -47,7 +47,7 @@ class Changefeed(Source):
             "crdb.delete_file_count": "{delete}",
         }
 
-    def position(self, frontier: Frontier) -> str:
+    def _position(self, frontier: Frontier) -> str:
         """The resolved timestamp of a frontier."""
         resolved = resolved_of(frontier)
         return format_hlc(resolved) if resolved else ""

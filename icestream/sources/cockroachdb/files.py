@@ -19,6 +19,7 @@ timestamp must be there when a later one is, and so must every number of a file 
 """
 
 import bisect
+import itertools
 import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -54,7 +55,15 @@ from icestream.schema import (
     cast_text,
     schema_from_json,
 )
-from icestream.sources import Budget, EpochPlan, TableSplit
+from icestream.sources import (
+    Budget,
+    EpochPlan,
+    Purpose,
+    Remembered,
+    Standing,
+    StartPlan,
+    TableSplit,
+)
 from icestream.sources.cockroachdb import CockroachdbOptions
 from icestream.sources.cockroachdb.feed import Changefeed, packed, refuse_other_key
 from icestream.sources.cockroachdb.hlc import (
@@ -404,7 +413,7 @@ class CockroachdbFiles(Changefeed):
     """The source over a folder of changefeed files; see the module and `Source`.
 
     The files are the feed's and stay, so nothing is given up. What they hold of a
-    table that is new to the lake is found by `has_history`, and a truncation is told row by row.
+    table that is new to the lake is found by `resume`, and a truncation is told row by row.
     """
 
     def __init__(
@@ -446,10 +455,6 @@ class CockroachdbFiles(Changefeed):
         except SourceUnavailable:
             return list(self._options.tables)
 
-    def feeds(self, table: str) -> bool:
-        """Whether `tables` names it; the files that are known now may be the newest alone."""
-        return self._wanted(table)
-
     def shape(self, table: str) -> TableShape | None:
         """Columns and key from the rows of the table's first epoch; None if it only deletes."""
         if table not in self._shapes:
@@ -462,12 +467,26 @@ class CockroachdbFiles(Changefeed):
             self._samples.pop(table, None)
         return self._shapes[table]
 
-    def has_history(self, table: str, before: Frontier) -> bool:
+    def resume(self, remembered: Remembered) -> StartPlan:
+        """Tables that lack rows which the folder still has are read from there.
+
+        A table is fed when `tables` names it; the files that are known now may be the newest alone.
+        """
+        places = {
+            table: self._read_from(table, remembered.upper(table), remembered.durable)
+            for table in self.tables()
+        }
+        return StartPlan(
+            behind={table: at for table, at in places.items() if at is not None},
+            unfed=frozenset(itertools.filterfalse(self._wanted, remembered.progress)),
+        )
+
+    def _has_history(self, table: str, before: Frontier) -> bool:
         """Whether the folder has files of the table that were begun before a frontier."""
         files = self._everything().files.values()
         return any(file.topic == table and file.at < before[RESOLVED] for file in files)
 
-    def read_from(self, table: str, own: Frontier, durable: Frontier) -> Frontier | None:
+    def _read_from(self, table: str, own: Frontier, durable: Frontier) -> Frontier | None:
         """What the table remembers, also when `tables` did not name it for a while.
 
         A table that is not there is read from the beginning, or from where it is known to have had
@@ -484,10 +503,10 @@ class CockroachdbFiles(Changefeed):
             known = beginning(durable)
         else:
             self._without_rows.add(table)
-        unsure = self.has_history(table, durable) or self._lost(known, self._everything())
+        unsure = self._has_history(table, durable) or self._lost(known, self._everything())
         return known if unsure else None
 
-    def available(self, lower: Frontier) -> Sequence[Frontier]:
+    def available(self, lower: Frontier, purpose: Purpose | None = None) -> Sequence[Frontier]:
         """One boundary for each resolved timestamp after `lower`, thinned by `resolved_every`."""
         start = lower[RESOLVED]
         self._whole = None
@@ -546,18 +565,29 @@ class CockroachdbFiles(Changefeed):
         """Look once for what comes next."""
         self.available(durable)
 
-    def learn(self, learned: Mapping[str, tuple[Position, Position]]) -> None:
+    def was_read(
+        self, epoch: Epoch, lessons: Sequence[Mapping[str, tuple[Position, Position]]]
+    ) -> Mapping[str, str]:
         """Remember the span of timestamps of files that were read, so that none is read in vain.
 
         Only files of tables that are there are read, and these need no sample any more.
         """
+        for learned in lessons:
+            self._learn(learned)
+        return self._labels(epoch)
+
+    def standing(self, frontier: Frontier) -> Standing:
+        """The resolved timestamp of a frontier."""
+        return Standing(position=self._position(frontier), lag_seconds=self._lag_seconds(frontier))
+
+    def _learn(self, learned: Mapping[str, tuple[Position, Position]]) -> None:
         self._spans.update(learned)
         for table in {file.topic for path in learned if (file := FeedFile.parse(path, 0))}:
             self._written.add(table)
             self._without_rows.discard(table)
             self._samples.pop(table, None)
 
-    def lag_seconds(self, durable: Frontier) -> float | None:
+    def _lag_seconds(self, durable: Frontier) -> float | None:
         """Time from the durable resolved timestamp to the newest one in the folder."""
         resolved = resolved_of(durable)
         if resolved is None or not self._markers:

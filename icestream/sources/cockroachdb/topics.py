@@ -35,7 +35,17 @@ from icestream.epoch import Epoch
 from icestream.errors import DataRejected, IcestreamError, SourceUnavailable
 from icestream.frontier import Frontier, Position
 from icestream.schema import Column, Reads, TableShape, joined_columns, schema_from_json
-from icestream.sources import Budget, EpochPlan, SplitsLost, TableSplit
+from icestream.sources import (
+    Budget,
+    EpochPlan,
+    Purpose,
+    Remembered,
+    SplitsLost,
+    Standing,
+    StartPlan,
+    TableSplit,
+    without_history,
+)
 from icestream.sources.cockroachdb import CockroachdbOptions, TopicsOptions
 from icestream.sources.cockroachdb.feed import Changefeed, packed, refuse_other_key
 from icestream.sources.cockroachdb.hlc import RESOLVED, after, resolved_of
@@ -259,7 +269,13 @@ class CockroachdbTopics(Changefeed):
             self._samples.pop(table, None)
         return self._shapes[table]
 
-    def has_history(self, table: str, before: Frontier) -> bool:
+    def resume(self, remembered: Remembered) -> StartPlan:
+        """Tables that are new to the lake are read from the beginning of their topics."""
+        tables = self.tables()
+        behind = without_history(tables, remembered, self._has_history)
+        return StartPlan(behind=behind, unfed=frozenset(remembered.progress.keys() - {*tables}))
+
+    def _has_history(self, table: str, before: Frontier) -> bool:
         """Whether the topic still has records that were read before.
 
         A topic that a frontier does not name is read from its beginning by the next epoch anyway.
@@ -273,7 +289,7 @@ class CockroachdbTopics(Changefeed):
             if (position := before[partition_name(topic, number)])
         )
 
-    def available(self, lower: Frontier) -> Sequence[Frontier]:
+    def available(self, lower: Frontier, purpose: Purpose | None = None) -> Sequence[Frontier]:
         """One boundary for each resolved timestamp after `lower` that has come everywhere.
 
         They are thinned by `resolved_every`; all that bring no row are left out but the last.
@@ -298,9 +314,14 @@ class CockroachdbTopics(Changefeed):
         """Whether the last answer of `available` left out a part of what was there."""
         return self._more
 
-    def caught_up(self, frontier: Frontier) -> bool:
-        """Whether what had come everywhere at the start lies before a frontier."""
-        return self._goal is not None and frontier[RESOLVED] > self._goal
+    def standing(self, frontier: Frontier) -> Standing:
+        """The resolved timestamp; caught up is what had come everywhere at the start."""
+        return Standing(
+            position=self._position(frontier),
+            lag_seconds=self._lag_seconds(frontier),
+            caught_up=self._goal is not None and frontier[RESOLVED] > self._goal,
+            trouble=self._trouble(),
+        )
 
     def verify(self, durable: Frontier) -> None:
         """Refuse a frontier whose records are gone, or are no longer the ones it counted."""
@@ -352,18 +373,20 @@ class CockroachdbTopics(Changefeed):
 
     # What was read
 
-    def learn(self, learned: str) -> None:
+    def was_read(self, epoch: Epoch, lessons: Sequence[str]) -> Mapping[str, str]:
         """Reading goes on; a table that was written to needs no sample of its rows any more."""
-        self._stalled = None
-        self._written.add(learned)
-        self._samples.pop(learned, None)
+        for table in lessons:
+            self._stalled = None
+            self._written.add(table)
+            self._samples.pop(table, None)
+        return self._labels(epoch)
 
     def give_up(self, lost: SplitsLost) -> None:
         """Wait for a partition that gives nothing: without it no timestamp is complete."""
         if isinstance(lost, PartitionStalled):
             self._stalled = (time.monotonic() + self._kafka.read_timeout, lost)
 
-    def trouble(self) -> IcestreamError | None:
+    def _trouble(self) -> IcestreamError | None:
         """What holds the resolved timestamp back."""
         # An epoch that is read meanwhile takes it away.
         stalled = self._stalled
@@ -380,7 +403,7 @@ class CockroachdbTopics(Changefeed):
             "no changefeed writes to.",
         )
 
-    def lag_seconds(self, durable: Frontier) -> float | None:
+    def _lag_seconds(self, durable: Frontier) -> float | None:
         """Time from the durable resolved timestamp to the newest one that was seen."""
         resolved = resolved_of(durable)
         seen = [last for index in self._indexes.values() if (last := index.last())]

@@ -40,7 +40,16 @@ from icestream.iceberg.gateway import replaced
 from icestream.iceberg.snapshots import Files, Snapshot, Stage
 from icestream.iceberg.table import Table
 from icestream.schema import Column, TableShape, schema_from_json
-from icestream.sources import EpochPlan, FrameSplit, Source, always
+from icestream.sources import (
+    EpochPlan,
+    FrameSplit,
+    Purpose,
+    Remembered,
+    Source,
+    Standing,
+    StartPlan,
+    always,
+)
 from icestream.sources.iceberg.changelog import BY_PLACE, BY_ROW_ID, Changelog
 from icestream.sources.iceberg.options import IcebergSourceOptions, IcebergTableOptions
 
@@ -133,11 +142,11 @@ class IcebergSource(Source):
         """Columns and key of the snapshot that is read."""
         return self._shapes.get(table)
 
-    def has_history(self, table: str, before: Frontier) -> bool:
-        """Never: a table that was added is loaded in its turn, by its own position."""
-        return False
+    def resume(self, remembered: Remembered) -> StartPlan:
+        """No table lies behind: one that was added is loaded in its turn, by its own position."""
+        return StartPlan(unfed=frozenset(remembered.progress.keys() - {*self.known_tables()}))
 
-    def available(self, lower: Frontier) -> Sequence[Frontier]:
+    def available(self, lower: Frontier, purpose: Purpose | None = None) -> Sequence[Frontier]:
         """Groups of files while a table is loaded, then one snapshot after the other."""
         with _as_source():
             self._refuse_replaced(self._options.tables, lower)
@@ -167,10 +176,6 @@ class IcebergSource(Source):
             for options in named:
                 self._positions(self._follow(options), durable)
 
-    def caught_up(self, frontier: Frontier) -> bool:
-        """Whether all that was there at the first look lies before a frontier."""
-        return bool(self._heads) and frontier.covers(Frontier(self._heads))
-
     def plan(self, epoch: Epoch) -> EpochPlan:
         """The one table that an epoch moves, and what to read of it.
 
@@ -184,8 +189,18 @@ class IcebergSource(Source):
                 found += [split] if split else []
         return EpochPlan(parts=found, milestone=always)
 
-    def position(self, frontier: Frontier) -> str:
-        """Where each table stands, by sequence numbers."""
+    def standing(self, frontier: Frontier) -> Standing:
+        """Where each table stands, by sequence numbers.
+
+        Caught up is what has all that was there at the first look.
+        """
+        return Standing(
+            position=self._position(frontier),
+            lag_seconds=self._lag_seconds(frontier),
+            caught_up=bool(self._heads) and frontier.covers(Frontier(self._heads)),
+        )
+
+    def _position(self, frontier: Frontier) -> str:
         texts = []
         for partition, at in sorted(frontier.positions.items()):
             name = _table_of(partition)
@@ -193,7 +208,7 @@ class IcebergSource(Source):
             texts.append(f"{name} {max(at[0], 0)}{loading}" if at else f"{name} -")
         return ", ".join(texts)
 
-    def lag_seconds(self, durable: Frontier) -> float | None:
+    def _lag_seconds(self, durable: Frontier) -> float | None:
         """Time from the durable snapshot to the newest, of the table that is behind most."""
         lags = []
         for each in self._followed.values():
@@ -203,9 +218,6 @@ class IcebergSource(Source):
             if numbers and mine is not None:
                 newest = self._times[each.name, max(numbers)]
                 lags.append((newest - mine) / _MILLISECONDS)
-                for number in numbers:
-                    if number < at[0]:
-                        del self._times[each.name, number]
         return max(lags, default=None)
 
     def ack(self, durable: Frontier) -> None:
@@ -214,6 +226,9 @@ class IcebergSource(Source):
             at = durable[each.partition]
             if not at:
                 continue
+            for name, number in list(self._times):
+                if name == each.name and number < at[0]:
+                    del self._times[name, number]
             bar, sizes = self._bars.get(each.name, (None, ()))
             if bar is not None:
                 bar.update(sum(sizes[: at[2]] if at[1] == _LOADING else sizes) - bar.n)

@@ -34,13 +34,20 @@ from icestream.names import TableNames
 from icestream.schema import TableShape, distinct_columns, joined_shapes
 from icestream.sources import (
     Budget,
+    CatchUp,
     EpochPlan,
+    Finish,
     LettersTried,
     Part,
+    Purpose,
+    Remembered,
     Source,
     SplitsLost,
+    Standing,
+    StartPlan,
     always,
     never,
+    without_history,
 )
 from icestream.sources.kafka.changes import no_key
 from icestream.sources.kafka.client import Cluster, Topic
@@ -130,6 +137,7 @@ class KafkaSource(Source):
         self._skipped: Mapping[Partition, Indices] = {}
         self._more = False
         self._unfinished: Epoch | None = None
+        self._catching_up: CatchUp | None = None
         self._tried: dict[tuple[str, str], LettersTried] = {}
 
     # What there is
@@ -147,10 +155,6 @@ class KafkaSource(Source):
         named = self._options.topics if self._reading.route.by_topic() else ()
         return [*named, *self._reading.route.tables]
 
-    def feeds(self, table: str) -> bool:
-        """Whether its topic or the route names it; any table where records name theirs."""
-        return self._reading.route.by_records() or table in self.tables()
-
     def shape(self, table: str) -> TableShape | None:
         """What its records have shown so far."""
         return self._shapes.get(table)
@@ -159,7 +163,7 @@ class KafkaSource(Source):
         """The types that the configuration gives columns of the table."""
         return self._reading.declared.get(table, {})
 
-    def meet(self, shapes: Mapping[str, TableShape]) -> None:
+    def tables_met(self, shapes: Mapping[str, TableShape]) -> None:
         """Remember tables that records were found for; rows that change need a key."""
         with self._lock:
             joined = joined_shapes(self._shapes, shapes)
@@ -175,11 +179,18 @@ class KafkaSource(Source):
             if not letters and not self._reading.only_added and not self._shapes[table].key:
                 raise no_key(table)
 
-    def found(self, tables: Collection[str]) -> None:
-        """Remember which tables the destination has."""
-        self._found = {*self._found, *tables}
+    def resume(self, remembered: Remembered) -> StartPlan:
+        """Remember which tables the destination has.
 
-    def has_history(self, table: str, before: Frontier) -> bool:
+        A table is fed when its topic or the route names it, any table where records name theirs.
+        """
+        tables = self.tables()
+        self._found = {*self._found, *remembered.progress}
+        unfed = set() if self._reading.route.by_records() else {*remembered.progress} - {*tables}
+        behind = without_history(tables, remembered, self._has_history)
+        return StartPlan(behind=behind, unfed=frozenset(unfed))
+
+    def _has_history(self, table: str, before: Frontier) -> bool:
         """Whether the table's topic still has records that were read before."""
         topic = self._topics.get(table) if self._reading.route.by_topic() else None
         if topic is None:
@@ -191,8 +202,15 @@ class KafkaSource(Source):
             if (topic.name, number) in self._bounds and (at := before[_name(topic, number)])
         )
 
-    def available(self, lower: Frontier) -> Sequence[Frontier]:
-        """Bounds of epochs up to what is stable now, each within the budget."""
+    def available(self, lower: Frontier, purpose: Purpose | None = None) -> Sequence[Frontier]:
+        """Bounds of epochs up to what is stable now, each within the budget.
+
+        An epoch that is finished is as large as it is: other workers or limits may have cut it.
+        """
+        if isinstance(purpose, Finish):
+            self._unfinished = purpose.epoch
+        if isinstance(purpose, CatchUp) and (letters := self._letters_first(purpose, lower)):
+            return letters
         self._look()
         self.verify(lower)
         self._begin(lower)
@@ -237,7 +255,16 @@ class KafkaSource(Source):
         waiting = sum(max(0, end - begun[place]) for place, end in ends.items())
         return waiting >= self._rows_at_once()
 
-    def caught_up(self, frontier: Frontier) -> bool:
+    def standing(self, frontier: Frontier) -> Standing:
+        """Offsets by topic and partition; trouble is a partition that is left out."""
+        return Standing(
+            position=_position(frontier),
+            lag_seconds=self._lag_seconds(frontier),
+            caught_up=self._caught_up(frontier),
+            trouble=next((error for _, error in self._stalled.values()), None),
+        )
+
+    def _caught_up(self, frontier: Frontier) -> bool:
         """Whether all records that were stable at the start lie before a frontier."""
         goal = self._goal
         left_out = {_name(self._topics[t], n) for t, n in self._stalled if t in self._topics}
@@ -260,10 +287,6 @@ class KafkaSource(Source):
                 self._refuse_recreated(topic)
             elif (topic, number) in self._bounds:
                 refuse_lost(topic, number, position[0], self._bounds[topic, number])
-
-    def finish(self, epoch: Epoch) -> None:
-        """Let the epoch be as large as it is: other workers or limits may have cut it."""
-        self._unfinished = epoch
 
     def plan(self, epoch: Epoch) -> EpochPlan:
         """Ranges of all partitions, in as many splits as there are workers, or dead letters.
@@ -326,12 +349,24 @@ class KafkaSource(Source):
         """What became of letters, by table."""
         return together(self._tried.values())
 
-    def catch_up(self, table: str, lower: Frontier, durable: Frontier) -> Sequence[Frontier]:
+    def _letters_first(self, behind: CatchUp, lower: Frontier) -> Sequence[Frontier]:
         """Let a table first take the letters that it took before; it skips all others in the log.
 
         A record that became a letter enters its table only through `icestream replay`. Else a table
         whose every record is a row would have it twice.
         """
+        if behind != self._catching_up:
+            self._skip_letters(behind.table, behind.durable)
+            self._catching_up = behind
+        ahead = {
+            name: at
+            for name, at in behind.durable.positions.items()
+            if name.startswith(REPLAYED) and at > lower[name]
+        }
+        return [Frontier({**lower.positions, **ahead})] if ahead else []
+
+    def _skip_letters(self, table: str, durable: Frontier) -> None:
+        """Leave out records of the log that are letters of the table, or may be."""
         self._skipped = {}
         self._ahead = durable
         if self._reading.only_added:
@@ -344,17 +379,18 @@ class KafkaSource(Source):
                     detail=f"Table {table} is to be read again, without what lies among them.",
                     hint="Delete the letters that are not wanted from their table by hand.",
                 )
-        ahead = {
-            name: at
-            for name, at in durable.positions.items()
-            if name.startswith(REPLAYED) and at > lower[name]
-        }
-        return [Frontier({**lower.positions, **ahead})] if ahead else []
 
     # What was read
 
-    def learn(self, learned: Sequence[RangeRead] | LettersTried) -> None:
+    def was_read(
+        self, epoch: Epoch, lessons: Sequence[Sequence[RangeRead] | LettersTried]
+    ) -> Mapping[str, str]:
         """Note how large records are and how new, for the epochs to come."""
+        for learned in lessons:
+            self._learn(learned)
+        return self._labels(epoch)
+
+    def _learn(self, learned: Sequence[RangeRead] | LettersTried) -> None:
         if isinstance(learned, LettersTried):
             self._tried[learned.table, learned.part] = learned
             return
@@ -381,11 +417,7 @@ class KafkaSource(Source):
             else:
                 self._shortened.update(lost.reached)
 
-    def trouble(self) -> IcestreamError | None:
-        """A partition that is left out."""
-        return next((error for _, error in self._stalled.values()), None)
-
-    def summary(self, epoch: Epoch) -> Mapping[str, str]:
+    def _labels(self, epoch: Epoch) -> Mapping[str, str]:
         """The time up to which all partitions were read; absent when that is not known."""
         newest = []
         for topic, number in self._partitions():
@@ -399,14 +431,7 @@ class KafkaSource(Source):
         moment = datetime.fromtimestamp(min(newest) / 1000, UTC)
         return {VALID_THROUGH: moment.isoformat(timespec="milliseconds")}
 
-    def position(self, frontier: Frontier) -> str:
-        """Offsets by topic and partition."""
-        named = sorted(
-            (*_parts(name)[:2], at) for name, at in _of_partitions(frontier).items() if at
-        )
-        return ", ".join(f"{topic}/{number}@{at[0]}" for topic, number, at in named)
-
-    def lag_seconds(self, durable: Frontier) -> float | None:
+    def _lag_seconds(self, durable: Frontier) -> float | None:
         """The age of the newest record that is durable, while there are others."""
         behind = any(
             durable[_name(topic, number)] < (self._bounds[topic.name, number][1],)
@@ -897,6 +922,12 @@ class KafkaSource(Source):
 def _of_partitions(frontier: Frontier) -> dict[str, Position]:
     """The positions of partitions; no topic has a name like those of the others."""
     return {n: at for n, at in frontier.positions.items() if not n.startswith("/")}
+
+
+def _position(frontier: Frontier) -> str:
+    """Offsets by topic and partition."""
+    named = sorted((*_parts(name)[:2], at) for name, at in _of_partitions(frontier).items() if at)
+    return ", ".join(f"{topic}/{number}@{at[0]}" for topic, number, at in named)
 
 
 def _milliseconds() -> int:

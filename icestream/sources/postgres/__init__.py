@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -42,9 +42,13 @@ from icestream.schema import TableShape, parse_type
 from icestream.sources import (
     Budget,
     EpochPlan,
+    Purpose,
+    Remembered,
     Source,
     Split,
     SplitsLost,
+    Standing,
+    StartPlan,
     always,
     never,
 )
@@ -154,6 +158,7 @@ class PostgresSource(Source):
         self._waiting: SourceUnavailable | None = None
         self._covered: dict[str, Coverage] = {}
         self._refused: NeedsOperator | None = None
+        self._missing: frozenset[str] | None = None
         self._unclaimed: set[str] = set()
         self._again: dict[str, Position] = {}
         self._any_gone = False
@@ -222,16 +227,16 @@ class PostgresSource(Source):
         """The types that the configuration gives columns of the table."""
         return self._declared().get(table, {})
 
-    def has_history(self, table: str, before: Frontier) -> bool:
-        """Never: what lies before is brought by a copy."""
-        return False
+    def resume(self, remembered: Remembered) -> StartPlan:
+        """Tables that the lake has nothing of are copied, again if need be."""
+        if self._missing is None:
+            # Told twice, and taken up once: copies may have begun in between.
+            self._missing = frozenset(remembered.missing)
+            self._unclaimed = set(remembered.missing)
+        unfed = remembered.progress.keys() - {*self.tables()}
+        return StartPlan(rebuilt=self._missing, unfed=frozenset(unfed))
 
-    def unclaimed(self, tables: Sequence[str]) -> Collection[str]:
-        """These tables are copied, again if need be: the lake has nothing of them."""
-        self._unclaimed = set(tables)
-        return tables
-
-    def available(self, lower: Frontier) -> Sequence[Frontier]:
+    def available(self, lower: Frontier, purpose: Purpose | None = None) -> Sequence[Frontier]:
         """The next rounds of copies, or the ends of what has come of the stream."""
         self.tables()
         if self._refused is not None:
@@ -280,7 +285,16 @@ class PostgresSource(Source):
         names = (_copy_name(table) for table in self._tables.values())
         return all(frontier[name][1:2] == (_DONE,) for name in names)
 
-    def caught_up(self, frontier: Frontier) -> bool:
+    def standing(self, frontier: Frontier) -> Standing:
+        """The LSN; trouble are transactions that a copy waits for."""
+        return Standing(
+            position=self._position(frontier),
+            lag_seconds=self._lag_seconds(frontier),
+            caught_up=self._caught_up(frontier),
+            trouble=self._waiting,
+        )
+
+    def _caught_up(self, frontier: Frontier) -> bool:
         """Whether every table is copied and the stream has passed where it was at the start."""
         position = frontier[self._wal]
         passed = 0 < self._target <= (position[0] if position else 0)
@@ -298,10 +312,6 @@ class PostgresSource(Source):
             self._server.require_history(
                 self._server.slot(), position, needed.at if needed else position
             )
-
-    def trouble(self) -> IcestreamError | None:
-        """Transactions that a copy waits for."""
-        return self._waiting
 
     def give_up(self, lost: SplitsLost) -> None:
         """Let go of the snapshots: someone may wait for the locks that come with them.
@@ -349,20 +359,18 @@ class PostgresSource(Source):
         lower = epoch.lower[self._wal]
         return max(lower[0] if lower else 0, self._first[0]), upper
 
-    def learn(self, learned: Any) -> None:
-        """Show how far the copy is."""
-        if learned and self._bar is not None:
-            with self._lock:
-                self._bar.update(learned["bytes"])
-                self._rows_copied += learned["rows"]
-                self._bar.set_postfix_str(f"{self._rows_copied:,} rows")
-
-    def summary(self, epoch: Epoch) -> Mapping[str, str]:
-        """The position in PostgreSQL's own words, for those who read the table's history."""
+    def was_read(self, epoch: Epoch, lessons: Sequence[Any]) -> Mapping[str, str]:
+        """Show how far the copy is; the position is for those who read the table's history."""
+        for learned in filter(None, lessons):
+            if self._bar is not None:
+                with self._lock:
+                    self._bar.update(learned["bytes"])
+                    self._rows_copied += learned["rows"]
+                    self._bar.set_postfix_str(f"{self._rows_copied:,} rows")
         position = epoch.upper[self._wal]
         return {"postgres.lsn": lsn_text(position[0])} if position else {}
 
-    def position(self, frontier: Frontier) -> str:
+    def _position(self, frontier: Frontier) -> str:
         """The LSN, and how many tables are not yet copied."""
         lsn = next((at for name, at in frontier.positions.items() if name.startswith("wal ")), ())
         if not lsn:
@@ -372,7 +380,7 @@ class PostgresSource(Source):
         open_copies = sum(at[1:2] == (_COPYING,) for at in copies)
         return lsn_text(lsn[0]) + (f", {open_copies} tables to copy" if open_copies else "")
 
-    def lag_seconds(self, durable: Frontier) -> float | None:
+    def _lag_seconds(self, durable: Frontier) -> float | None:
         """Age of the oldest transaction that has come and is not durable."""
         position = durable[self._wal] if self._identity else ()
         waiting = [s for s in self._segments if not s.empty and position and s.upper > position[0]]

@@ -53,6 +53,7 @@ from icestream.sources.cockroachdb.hlc import (
 )
 from icestream.sources.json_cells import lines, members
 from icestream.sources.json_columns import infer_type
+from tests.asking import EPOCH, remembered
 from tests.captures import FeedFolder
 from tests.changefeed import UNBOUNDED
 
@@ -238,7 +239,7 @@ def test_each_marker_ends_an_epoch_with_exactly_its_rows(tmp_path):
     ]
     assert keys == [[1, 1], [2, 3]]
     assert resolved_of(first.upper) == at(10)
-    assert feed_source.position(second.upper) == hlc(20)
+    assert feed_source.standing(second.upper).position == hlc(20)
 
 
 def test_nothing_new_is_no_epoch(tmp_path):
@@ -339,7 +340,7 @@ def test_what_reading_has_taught_spares_the_next_epoch_the_file(tmp_path):
     (first,) = epochs(feed_source)
     (split,) = feed_source.plan(first).parts
     read(split)
-    feed_source.learn(split.learned())
+    feed_source.was_read(EPOCH, [split.learned()])
     new = writer.data("t", [wrapped(2, 12, name="b")], at(10))
     writer.resolved(at(20))
     (second,) = epochs(feed_source, first.upper)
@@ -452,7 +453,7 @@ def test_keys_and_types_hold_for_a_table_by_its_full_or_short_name(tmp_path, for
 def test_the_summary_says_what_a_cockroachdb_sink_would(tmp_path):
     """I7: crdb.batch_id, crdb.job_id, crdb.resolved_hlc and counts."""
     epoch = Epoch(number=1, lower=START, upper=after(at(10)))
-    assert source(tmp_path).summary(epoch) == {
+    assert source(tmp_path).was_read(epoch, []) == {
         "crdb.job_id": "p",
         "crdb.batch_id": "{batch}",
         "crdb.resolved_hlc": hlc(10),
@@ -468,9 +469,9 @@ def test_lag_is_the_time_to_the_newest_marker(tmp_path):
         writer.resolved(at(seconds))
     feed_source = source(tmp_path)
     feed_source.available(START)
-    assert feed_source.lag_seconds(START) is None
-    assert feed_source.lag_seconds(after(at(10))) == 15.0
-    assert feed_source.lag_seconds(after(at(25))) == 0.0
+    assert feed_source.standing(START).lag_seconds is None
+    assert feed_source.standing(after(at(10))).lag_seconds == 15.0
+    assert feed_source.standing(after(at(25))).lag_seconds == 0.0
 
 
 def test_history_is_what_files_began_before_a_frontier(tmp_path):
@@ -480,9 +481,7 @@ def test_history_is_what_files_began_before_a_frontier(tmp_path):
     writer.data("new", [wrapped(1, 15, name="a")], at(12))
     writer.resolved(at(20))
     feed_source = source(tmp_path)
-    feed_source.tables()
-    found = [table for table in ("old", "new") if feed_source.has_history(table, after(at(10)))]
-    assert found == ["old"]
+    assert [*feed_source.resume(remembered(durable=after(at(10)))).behind] == ["old"]
 
 
 # The listing
@@ -705,7 +704,7 @@ def test_what_was_read_may_go_once_a_later_timestamp_is_committed(tmp_path):
         (*_, upper) = feed_source.available(lower)
         for split in feed_source.plan(Epoch(number=number, lower=lower, upper=upper)).parts:
             read(split)
-            feed_source.learn(split.learned())
+            feed_source.was_read(EPOCH, [split.learned()])
         lower = upper
         more(writer, number)
     # The last commit is that of 50; 40 is the one before it.
@@ -969,7 +968,7 @@ def test_a_row_without_a_column_that_a_select_names_is_refused(tmp_path):
     writer.resolved(at(10))
     writer.resolved(at(100))
     feed_source = source(tmp_path)
-    (first,), (second,) = map(feed_source.splits, epochs(feed_source))
+    (first,), (second,) = (feed_source.plan(epoch).parts for epoch in epochs(feed_source))
     with pytest.raises(SchemaRejected, match="t reads column amt, which"):
         read(first, reads=AMOUNTS)
     assert [row["id"] for row in read(second, reads=AMOUNTS)] == [2, 3]

@@ -13,12 +13,14 @@ from icestream.frontier import START, Frontier, Position
 from icestream.iceberg.files import DATA, FileClosed
 from icestream.pipeline import Cadence, Pipeline
 from icestream.sinks.iceberg import IcebergSink, IcebergSinkOptions
+from icestream.sources import EpochPlan
 from icestream.sources.cockroachdb import numbered
 from icestream.sources.cockroachdb.files import CockroachdbFiles, FeedFile
 from icestream.sources.cockroachdb.hlc import after, parse_file_time
 from icestream.sources.cockroachdb.numbered import FOLDER, Numbered, Numbers, beginning, remembered
 from icestream.sources.cockroachdb.taken import without_rows
 from icestream.worker import Outcome
+from tests.asking import EPOCH
 from tests.captures import FeedFolder
 from tests.property.memory import Lake, MemoryCatalog
 from tests.unit.sources.test_cockroachdb import at, feed, hlc, read, source, wrapped
@@ -301,7 +303,7 @@ def test_a_table_that_is_there_is_no_longer_said_to_have_had_only_deletes(tmp_pa
         if made_by == "hand" and number == 2:
             for split in splits:
                 read(split)
-                feed_source.learn(split.learned())
+                feed_source.was_read(EPOCH, [split.learned()])
         else:
             feed_source.shape("t")
         lower = upper
@@ -375,10 +377,10 @@ def test_a_half_committed_epoch_is_finished_in_a_table_that_it_only_deletes_from
     shop.feed.data("ghosts", [wrapped(7, 1)], at(1))
     shop.round(0, "orders")
     shop.round(1, "orders", "ghosts")
-    publish, prepare, splits = IcebergSink._publish, IcebergSink.prepare, CockroachdbFiles.splits
+    publish, prepare, plan = IcebergSink._publish, IcebergSink.prepare, CockroachdbFiles.plan
 
-    def planned(self: CockroachdbFiles, epoch: Epoch) -> Sequence[Any]:
-        found = splits(self, epoch)
+    def planned(self: CockroachdbFiles, epoch: Epoch) -> EpochPlan:
+        found = plan(self, epoch)
         if epoch.number == 2:
             both_planned.set()
         return found
@@ -395,7 +397,7 @@ def test_a_half_committed_epoch_is_finished_in_a_table_that_it_only_deletes_from
     # The second epoch is mostly planned before the first one is written: here always. And a kill
     # between two tables' commits of one epoch.
     with monkeypatch.context() as patched:
-        patched.setattr(CockroachdbFiles, "splits", planned)
+        patched.setattr(CockroachdbFiles, "plan", planned)
         patched.setattr(IcebergSink, "prepare", late)
         patched.setattr(IcebergSink, "_publish", killed)
         with pytest.raises(Crash):
@@ -441,7 +443,7 @@ def test_a_table_that_is_written_to_is_not_sampled(tmp_path):
         (upper,) = feed_source.available(lower)
         for split in feed_source.plan(Epoch(number=1, lower=lower, upper=upper)).parts:
             read(split)
-            feed_source.learn(split.learned())
+            feed_source.was_read(EPOCH, [split.learned()])
         lower = upper
     assert feed_source._samples == {}
 

@@ -26,6 +26,7 @@ from icestream.sources.cockroachdb.hlc import resolved_of
 from icestream.sources.cockroachdb.topics import CockroachdbTopics
 from icestream.sources.kafka.consumer import PartitionStalled
 from icestream.sources.named_columns import refuse_gone
+from tests.asking import EPOCH, remembered
 from tests.changefeed import UNBOUNDED, Hlc, MemoryTopics, Message, hlc_text, marker, wrapped
 
 SECOND = 1_000_000_000
@@ -208,15 +209,15 @@ def test_a_partition_without_a_timestamp_holds_all_back_and_is_named(memory):
     source = memory.source()
     resolve(memory, at(1))
     (first,) = source.available(START)
-    assert source.trouble() is None
+    assert source.standing(START).trouble is None
     memory.counts["t"] = 3
     resolve(memory, at(2), 2)
     memory.send("t", 2, [row(1, at(3), v=3)])
     assert source.available(first) == []
-    assert "partition 2 of topic t has no resolved timestamp" in str(source.trouble())
+    assert "partition 2 of topic t has no resolved timestamp" in str(source.standing(START).trouble)
     resolve(memory, at(4))
     (second,) = source.available(first)
-    assert source.trouble() is None
+    assert source.standing(START).trouble is None
     assert resolved_of(second) == at(4)
     assert changes(source, first, second) == [(1, 3, at(3))]
 
@@ -236,7 +237,7 @@ def test_a_partition_that_appears_while_markers_are_looked_for_is_not_passed_ove
     options = CockroachdbOptions(kafka=TopicsOptions(bootstrap_servers="x:1", topics=["t"]))
     source = CockroachdbTopics(options, "p", index, 2, UNBOUNDED)
     assert source.available(START) == []
-    assert source.trouble() is not None
+    assert source.standing(START).trouble is not None
     resolve(memory, at(3))
     upper = source.available(START)[0]
     assert changes(source, START, upper) == [(1, 1, at(1))]
@@ -264,8 +265,7 @@ def test_a_new_topic_is_taken_whole_and_a_new_partition_is_not(memory):
     resolve(memory, at(6))
     (second,) = source.available(first)
     assert changes(source, first, second) == [(1, 2, at(2))]
-    assert not source.has_history("late", first)
-    assert source.has_history("t", first)
+    assert source.resume(remembered(durable=first)).behind == {"t": START}
 
 
 def test_the_index_runs_ahead_only_so_far(memory, monkeypatch):
@@ -282,10 +282,10 @@ def test_the_index_runs_ahead_only_so_far(memory, monkeypatch):
     assert resolved_of(first) == at(2)
     assert max(each.end for each in memory.reads) < 60
     assert max(each.end - each.start for each in memory.reads) <= 3
-    assert not source.caught_up(first)
+    assert not source.standing(first).caught_up
     (second,) = source.available(first)
     assert len(changes(source, first, second)) == 40
-    assert source.caught_up(second)
+    assert source.standing(second).caught_up
 
 
 def test_a_single_run_ends_at_what_was_complete_when_it_began(memory):
@@ -295,7 +295,7 @@ def test_a_single_run_ends_at_what_was_complete_when_it_began(memory):
     memory.send("t", 0, [marker(at(2))])
     (first,) = source.available(START)
     resolve(memory, at(3))
-    assert source.caught_up(first)
+    assert source.standing(first).caught_up
 
 
 def test_splits_are_of_bounded_size_and_of_one_table(memory):
@@ -387,9 +387,9 @@ def test_a_stalled_partition_is_tried_again_later(memory):
     assert source.available(START)
     source.give_up(PartitionStalled("t", 0))
     assert source.available(START) == []
-    assert "partition 0 of topic t" in str(source.trouble())
-    source.learn("t")
-    assert source.trouble() is None
+    assert "partition 0 of topic t" in str(source.standing(START).trouble)
+    source.was_read(EPOCH, ["t"])
+    assert source.standing(START).trouble is None
     assert source.available(START)
 
 
@@ -401,9 +401,9 @@ def test_progress_is_shown_in_the_feeds_own_words(memory):
     (upper,) = source.available(START)
     resolve(memory, at(5))
     source.available(upper)
-    assert source.position(upper) == hlc_text(at(2))
-    assert source.summary(epoch(START, upper))["crdb.resolved_hlc"] == hlc_text(at(2))
-    assert source.lag_seconds(upper) == 3.0
+    assert source.standing(upper).position == hlc_text(at(2))
+    assert source.was_read(epoch(START, upper), [])["crdb.resolved_hlc"] == hlc_text(at(2))
+    assert source.standing(upper).lag_seconds == 3.0
     source.ack(upper)
     assert memory.mirrored == {"icestream-p": {("t", 0): 2, ("t", 1): 1}}
 
@@ -566,8 +566,8 @@ def test_trouble_that_an_epoch_takes_away_meanwhile():
     source = Reading(options, "p", lambda tasks: [], 2, UNBOUNDED)
     lost = PartitionStalled("t", 0)
     source.give_up(lost)
-    assert source.trouble() is lost
-    assert source.trouble() is None
+    assert source.standing(START).trouble is lost
+    assert source.standing(START).trouble is None
 
 
 # Topics that were left out

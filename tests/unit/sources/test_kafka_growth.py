@@ -7,13 +7,14 @@ import pytest
 
 from icestream.errors import HistoryLost
 from icestream.frontier import START, Frontier
-from icestream.sources import kafka
+from icestream.sources import CatchUp, kafka
 from icestream.sources.kafka import KafkaSource
 from icestream.sources.kafka.client import Topic
 from icestream.sources.kafka.consumer import PartitionStalled
 from icestream.sources.kafka.envelope import ValueOptions
 from icestream.sources.kafka.growth import GRACE_MS, end_of_unknown, span_of
 from icestream.sources.kafka.split import RangesTooLarge
+from tests.asking import remembered
 from tests.unit.sources.test_kafka_source import FakeCluster, FakeLetters, epoch, ranges, source
 
 TOPIC = "t"
@@ -102,7 +103,7 @@ def test_older_records_never_come_in_a_later_epoch(cluster, clock, seed, keyed):
     one = upserting(rows=generator.choice([7, 40, 1000]), workers=2, keyed=keyed)
     epochs, lower = read_all(one, cluster, START)
     assert sum(len(places) for places, _ in epochs) == sum(map(len, cluster.log.values()))
-    assert one.caught_up(lower)
+    assert one.standing(lower).caught_up
     span = span_of(lower, Topic(name=TOPIC, id="one", partitions=9))
     newest = NOW - 3_600_000
     for places, together in epochs:
@@ -174,7 +175,7 @@ def tried(cluster: TimedCluster, lower: Frontier, *letters: tuple[int, int], as_
     one = upserting()
     one.letter_box = FakeLetters(t__dead_letters=[f"t/{n}/{offset}" for n, offset in letters])
     one.letter_box.times = {f"t/{n}/{at}": cluster.log[TOPIC, n][at] for n, at in letters}
-    one.found(["t", "t__dead_letters"])
+    one.resume(remembered("t", "t__dead_letters"))
     (group,) = one.letters(lower, None, as_is)
     return [
         (
@@ -225,7 +226,7 @@ def test_letters_without_a_time_are_held_against_all_that_was_read(cluster, cloc
     lower, _ = grown(cluster, clock)
     one = upserting()
     one.letter_box = FakeLetters(t__dead_letters=["t/0/3"])
-    one.found(["t", "t__dead_letters"])
+    one.resume(remembered("t", "t__dead_letters"))
     (group,) = one.letters(lower, None, as_is=False)
     (split,) = one.plan(epoch(lower, group.after(lower))).parts
     assert [(r.partition, r.start) for r in split.logs] == [(n, 0) for n in range(4)]
@@ -243,7 +244,7 @@ def test_a_partition_that_stalls_holds_its_topic_while_keys_move(cluster, clock)
     assert len(one.available(lower)) == 1
     one.give_up(PartitionStalled(TOPIC, 0))
     assert one.available(lower) == []
-    assert "partition 0" in str(one.trouble())
+    assert "partition 0" in str(one.standing(START).trouble)
 
 
 def test_records_that_are_too_large_together_are_still_cut_at_a_time(cluster, clock):
@@ -271,10 +272,10 @@ def test_a_table_that_is_read_again_keeps_to_what_the_others_know(cluster, clock
     _, durable = read_all(upserting(rows=20), cluster, lower)
     clock[0] += 3 * GRACE_MS
     again = upserting(rows=20)
-    again.catch_up("t", START, durable)
+    behind = CatchUp(table="t", durable=durable)
     at, epochs = START, 0
     while at != durable:
-        ahead = [upper for upper in again.available(at) if durable.covers(upper)]
+        ahead = [upper for upper in again.available(at, behind) if durable.covers(upper)]
         # What no bound covers is taken in one epoch; it is no more than one.
         upper = ahead[0] if ahead else durable
         splits = again.plan(epoch(at, upper)).parts

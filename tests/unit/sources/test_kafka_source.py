@@ -10,13 +10,14 @@ from icestream.errors import ConfigInvalid, DataRejected, HistoryLost, SourceUna
 from icestream.frontier import START, Frontier
 from icestream.names import TableNames
 from icestream.schema import TableShape
-from icestream.sources import Budget, kafka
+from icestream.sources import Budget, CatchUp, Finish, kafka
 from icestream.sources.kafka import VALID_THROUGH, KafkaOptions, KafkaSource
 from icestream.sources.kafka.client import Topic
 from icestream.sources.kafka.consumer import PartitionStalled, Range
 from icestream.sources.kafka.envelope import ValueOptions
 from icestream.sources.kafka.route import Route
 from icestream.sources.kafka.split import Keys, RangeRead, RangesTooLarge, Reading
+from tests.asking import EPOCH, remembered
 
 
 class FakeCluster:
@@ -193,7 +194,7 @@ def test_the_size_of_records_is_learned(cluster):
     one = source(rows=10**6, size=102_400)
     assert offsets(one.available(START)[0]) == {"0": 100}
     for _ in range(30):
-        one.learn([read(0, 100, 1, rows=10, size=102_400)])
+        one.was_read(EPOCH, [[read(0, 100, 1, rows=10, size=102_400)]])
     assert offsets(one.available(START)[0]) == {"0": 10}
 
 
@@ -208,7 +209,8 @@ def test_the_size_of_records_is_learned(cluster):
 def test_a_source_tells_which_tables_it_feeds(cluster, route, fed):
     """E8, Mend, read F1: where records name their tables it may be any of them."""
     one = source(route=route)
-    assert {table for table in ("t", "a", "b") if one.feeds(table)} == fed
+    tables = {"t", "a", "b"}
+    assert tables - one.resume(remembered(*tables)).unfed == fed
 
 
 def test_an_epoch_that_was_too_large_is_cut_where_it_was(cluster):
@@ -226,7 +228,7 @@ def test_an_epoch_that_some_tables_carry_is_read_however_large_it_is(cluster):
     one = source(size=10**4, workers=2)
     limits = [split.bytes_max for split in one.plan(epoch(START, upper)).parts]
     assert limits == [10**4, 10**4]
-    one.finish(epoch(START, upper))
+    one.available(START, Finish(epoch=epoch(START, upper)))
     assert all(split.bytes_max > 10**18 for split in one.plan(epoch(START, upper)).parts)
     later = Epoch(number=2, lower=START, upper=upper)
     assert [split.bytes_max for split in one.plan(later).parts] == limits
@@ -306,8 +308,8 @@ def test_deletes_that_a_compacted_topic_may_have_forgotten_are_said(
     one.available(Frontier({"t 0 one": (5, 0), "t 1 one": (5, 0)}))
     first.available(START)
     for each in (one, first):
-        each.learn([late])
-        each.learn([late])
+        each.was_read(EPOCH, [[late]])
+        each.was_read(EPOCH, [[late]])
     said = [r for r in caplog.records if "later than it keeps deletes" in r.getMessage()]
     assert len(said) == (1 if oldest == 5_000 else 0)
 
@@ -328,32 +330,32 @@ def test_a_partition_that_gives_nothing_is_left_out(cluster, monkeypatch):
     one = source(read_timeout=30.0)
     one.available(START)
     one.give_up(PartitionStalled("t", 1))
-    assert "partition 1 of topic t" in str(one.trouble())
+    assert "partition 1 of topic t" in str(one.standing(START).trouble)
     (upper,) = one.available(START)
     assert offsets(upper) == {"0": 10}
-    one.learn([read(0, 10, 5)])
-    assert one.summary(epoch(START, upper)) == {}
+    one.was_read(EPOCH, [[read(0, 10, 5)]])
+    assert one.was_read(epoch(START, upper), []) == {}
     clock = kafka.time.monotonic() + 31
     # Half a minute is waited for in no test.
     monkeypatch.setattr(kafka.time, "monotonic", lambda: clock)
     (later,) = one.available(upper)
     assert offsets(later) == {"0": 10, "1": 10}
-    assert one.trouble() is None
+    assert one.standing(START).trouble is None
 
 
 def test_the_valid_through_time_is_that_of_the_slowest_partition(cluster):
     """K5: of what lies before the epoch's end, not of epochs that were read ahead of it."""
     one = source()
     (upper,) = one.available(START)
-    one.learn([read(0, 10, 3000), read(1, 10, 2000)])
+    one.was_read(EPOCH, [[read(0, 10, 3000), read(1, 10, 2000)]])
     cluster.ends = {("t", 0): (0, 20), ("t", 1): (0, 20)}
     (later,) = one.available(upper)
-    one.learn([read(0, 20, 9000), read(1, 20, 8000)])
-    assert one.summary(epoch(START, upper)) == {VALID_THROUGH: "1970-01-01T00:00:02.000+00:00"}
-    assert one.summary(epoch(upper, later)) == {VALID_THROUGH: "1970-01-01T00:00:08.000+00:00"}
+    one.was_read(EPOCH, [[read(0, 20, 9000), read(1, 20, 8000)]])
+    assert one.was_read(epoch(START, upper), []) == {VALID_THROUGH: "1970-01-01T00:00:02.000+00:00"}
+    assert one.was_read(epoch(upper, later), []) == {VALID_THROUGH: "1970-01-01T00:00:08.000+00:00"}
     one.ack(upper)
     assert cluster.committed == {"icestream-p": {("t", 0): 10, ("t", 1): 10}}
-    assert one.summary(epoch(upper, later)) == {VALID_THROUGH: "1970-01-01T00:00:08.000+00:00"}
+    assert one.was_read(epoch(upper, later), []) == {VALID_THROUGH: "1970-01-01T00:00:08.000+00:00"}
 
 
 def test_partitions_share_the_workers(cluster):
@@ -371,10 +373,10 @@ def test_a_run_once_ends_at_what_was_there(cluster):
     """U2: although more keeps coming."""
     one = source()
     (upper,) = one.available(START)
-    assert not one.caught_up(START)
+    assert not one.standing(START).caught_up
     cluster.ends["t", 0] = (0, 99)
     one.available(upper)
-    assert one.caught_up(upper)
+    assert one.standing(upper).caught_up
 
 
 def test_tables_are_known_by_topic_or_route(cluster):
@@ -383,13 +385,14 @@ def test_tables_are_known_by_topic_or_route(cluster):
     assert one.tables() == ["t"]
     (upper,) = one.available(START)
     assert one.plan(epoch(START, upper)).parts[0].tables == frozenset()
-    one.found(["t", "other"])
-    one.meet({"t__dead_letters": TableShape(columns=[], key=[])})
+    one.resume(remembered("t", "other"))
+    one.tables_met({"t__dead_letters": TableShape(columns=[], key=[])})
     assert one.plan(epoch(START, upper)).parts[0].tables == {"t", "t__dead_letters"}
     routed = source(route=Route(field="kind", tables={"a": "x", "b": "y"}))
     assert routed.tables() == ["a", "b"]
-    assert not routed.has_history("a", upper)
-    assert one.has_history("t", upper) and not one.has_history("t", START)
+    assert routed.resume(remembered(durable=upper)).behind == {}
+    assert one.resume(remembered(durable=upper)).behind == {"t": START}
+    assert one.resume(remembered(durable=START)).behind == {}
 
 
 @pytest.mark.parametrize(
@@ -411,7 +414,7 @@ def test_bad_options_are_refused(options, text):
 def with_letters(cluster, *positions: str, **options) -> KafkaSource:
     one = source(**options)
     one.letter_box = FakeLetters(t__dead_letters=list(positions))
-    one.found(["t", "t__dead_letters"])
+    one.resume(remembered("t", "t__dead_letters"))
     return one
 
 
@@ -426,7 +429,7 @@ def test_a_frontier_that_tells_of_letters_goes_on_by_its_offsets(cluster):
     (upper,) = one.available(START)
     (group,) = one.letters(upper, None, as_is=False)
     replayed = group.after(upper)
-    assert one.position(replayed) == one.position(upper)
+    assert one.standing(replayed).position == one.standing(upper).position
     assert one.available(replayed) == []
     one.verify(replayed)
     one.ack(replayed)
@@ -458,8 +461,8 @@ def test_a_table_that_lies_behind_takes_letters_first_and_others_never_from_the_
     (upper,) = one.available(START)
     (group,) = one.letters(upper, None, as_is=False)
     durable = group.after(upper)
-    assert one.catch_up("t", START, upper) == []
-    assert one.catch_up("t", START, durable) == [group.after(START)]
+    assert one.available(START, CatchUp(table="t", durable=upper)) == [upper]
+    assert one.available(START, CatchUp(table="t", durable=durable)) == [group.after(START)]
     (split, other) = one.plan(epoch(START, upper)).parts
     skipped = {**split.skipped, **other.skipped}
     assert {at: found.tolist() for at, found in skipped.items()} == {("t", 0): [3], ("t", 1): [9]}
@@ -496,7 +499,8 @@ def test_letters_that_nothing_tells_apart_are_refused(cluster):
     with pytest.raises(DataRejected, match="two letters of one position"):
         one.letters(upper, None, as_is=False)
     with pytest.raises(DataRejected, match="old and of the new topic"):
-        one.catch_up("t", START, Frontier({**upper.positions, "t 0 old": (5, 0)}))
+        old = Frontier({**upper.positions, "t 0 old": (5, 0)})
+        one.available(START, CatchUp(table="t", durable=old))
     routed = with_letters(cluster, "t/0/3", route=Route(tables={"t": "", "u": ""}))
     with pytest.raises(ConfigInvalid, match="lie in one table"):
         routed.letters(upper, None, as_is=False)
