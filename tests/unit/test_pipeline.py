@@ -112,6 +112,8 @@ class LogSource(Source):
         self.closed = 0
         self.interrupted = threading.Event()
         self.on_empty: Callable[[], None] = lambda: None
+        self.on_resume: Callable[[], object] = lambda: None
+        self.unfed: set[str] = set()
 
     def tables(self) -> Sequence[str]:
         found = self._tables_in(range(len(self.log))) - {".", *self.left_out}
@@ -123,8 +125,9 @@ class LogSource(Source):
     def resume(self, remembered: Remembered) -> StartPlan:
         tables = self.tables()
         behind = without_history(tables, remembered, self._has_history)
-        unfed = {*remembered.progress} - {*tables} if self.named else set()
-        return StartPlan(behind=behind, unfed=frozenset(unfed))
+        strange = {*remembered.progress} - {*tables} if self.named else set()
+        self.on_resume()
+        return StartPlan(behind=behind, unfed=frozenset(strange | self.unfed))
 
     def _has_history(self, table: str, before: Frontier) -> bool:
         upper = before["log"][0] if before["log"] else 0
@@ -547,10 +550,10 @@ def test_a_table_that_is_dropped_while_the_pipeline_starts_ends_the_start():
     scene.run()
     scene.source.bounds.append(4)
     # Between the look at the tables and the claim: a source is told of them there.
-    scene.source.found = lambda tables: scene.lake.drop(name("a"))
+    scene.source.on_resume = lambda: scene.lake.drop(name("a"))
     with pytest.raises(TargetUnavailable, match="table a was dropped, made or filled while"):
         scene.run()
-    scene.source.found = lambda tables: None
+    scene.source.on_resume = lambda: None
     scene.run()
     assert (scene.positions("a"), scene.positions("b")) == ([0, 2], [1, 3])
 
@@ -1106,11 +1109,11 @@ def test_a_table_that_is_fed_again_while_the_pipeline_runs_is_brought_forward_by
     scene = half_replayed()
     scene.source.bounds += [8, 9]
     # Its topic, say, is found a moment after the start.
-    scene.source.feeds = lambda table: table != "a"
+    scene.source.unfed = {"a"}
     scene.run(heartbeat_interval=1e-9)
     assert (scene.positions("a"), scene.positions("b")) == ([0], [1, 3, 5, 7])
     assert scene.history("b")[-1].summary["icestream.frontier"] == '{"log":[9]}'
-    scene.source.feeds = lambda table: True
+    scene.source.unfed = set()
     scene.run()
     assert (scene.positions("a"), scene.positions("b")) == ([0, 2, 4, 6], [1, 3, 5, 7])
 
@@ -1441,7 +1444,8 @@ def test_a_line_of_the_log_is_short_and_counts_changes_as_the_source_does(caplog
     caplog.set_level("INFO", "icestream.pipeline")
     scene = Scene("aaaa", [2, 4])
     # What a topic of many partitions says.
-    scene.source.position = lambda at: ", ".join(f"orders/{n}@{10**9 + n}" for n in range(300))
+    many = Standing(position=", ".join(f"orders/{n}@{10**9 + n}" for n in range(300)))
+    scene.source.standing = lambda at: many
     scene.run()
     lines = [r for r in caplog.records if r.getMessage().startswith(("committed", "resuming"))]
     assert len(lines) == 3
