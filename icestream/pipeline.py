@@ -38,10 +38,12 @@ from icestream.errors import (
     Broken,
     CommitUnknown,
     ConfigInvalid,
+    DataRejected,
     Fenced,
     HistoryLost,
     IcestreamError,
     Retryable,
+    SchemaRejected,
     SourceUnavailable,
     TargetUnavailable,
     check,
@@ -56,7 +58,16 @@ from icestream.schema import (
     joined_columns,
     joined_shapes,
 )
-from icestream.sinks import Committed, Sink, StaleWrite, Writer, Written
+from icestream.sinks import (
+    SINK_ABILITIES,
+    Committed,
+    Evolves,
+    LooksUpRows,
+    Sink,
+    StaleWrite,
+    Writer,
+    Written,
+)
 from icestream.sources import (
     Budget,
     CatchUp,
@@ -220,6 +231,7 @@ class Pipeline:
         self, name: str, source: Source, sink: Sink, cadence: Cadence, write_epoch: WriteEpoch
     ):
         refuse_halves(source, SOURCE_ABILITIES)
+        refuse_halves(sink, SINK_ABILITIES)
         self.name = name
         self.health = Health(name)
         self._write_epoch = write_epoch
@@ -738,6 +750,8 @@ class Pipeline:
                 # Of names that readers do not tell apart the first is added, others are refused.
                 gaps[table] = distinct_columns(joined_columns(gaps.get(table, ()), columns))
         for table, columns in gaps.items():
+            if not isinstance(self._sink, Evolves):
+                raise _cannot_evolve(table, columns)
             with self._tables_lock:
                 self._retry(partial(self._sink.evolve, table, columns))
         if isinstance(self._source, FindsTables):
@@ -748,13 +762,16 @@ class Pipeline:
         self, epoch: Epoch, splits: Sequence[Part], needed: ValuesNeeded
     ) -> Sequence[Part]:
         """Look up the rows that splits ask for, as the epochs before left them."""
+        sink = self._sink
+        if not isinstance(sink, LooksUpRows):
+            raise _cannot_look_up(needed)
         with self._settled:
             while self._settled_number < epoch.number - 1 and not self._stop.is_set():
                 if epoch.number <= self._given_up_number:
                     raise _GivenUp(f"epoch {epoch.number}")
                 self._settled.wait(1.0)
         for need in needed.needs:
-            ask = partial(self._sink.stored, need.table, need.keys, need.columns, epoch.lower)
+            ask = partial(sink.stored, need.table, need.keys, need.columns, epoch.lower)
             stored = self._retry(ask)
             splits = [_with_stored(split, need.table, stored) for split in splits]
         return splits
@@ -854,6 +871,27 @@ def brief(position: str) -> str:
 
 class _GivenUp(Exception):
     """An epoch ends early: it was given up while it waited for those before it."""
+
+
+def _cannot_evolve(table: str, columns: Sequence[Column]) -> SchemaRejected:
+    names = ", ".join(column.name for column in columns)
+    return SchemaRejected(
+        f"table {table} does not take all columns of its source",
+        detail=f"Columns: {names}. The sink cannot change what a table takes.",
+        hint="Give the destination these columns by hand and start again, leave them out at the "
+        "source, or use a sink that evolves its tables, such as `iceberg`.",
+    )
+
+
+def _cannot_look_up(needed: ValuesNeeded) -> DataRejected:
+    tables = ", ".join(need.table for need in needed.needs)
+    names = sorted({column for need in needed.needs for column in need.columns})
+    return DataRejected(
+        f"changes of {tables} leave out values, and the sink cannot look them up",
+        detail=f"Columns: {', '.join(names)}.",
+        hint="Have the source send whole rows (for PostgreSQL: ALTER TABLE ... REPLICA IDENTITY "
+        "FULL), or use a sink that gives rows back, such as `iceberg`.",
+    )
 
 
 def _with_stored(part: Part, table: str, stored: pa.Table | None) -> Part:

@@ -6,7 +6,7 @@ the destination says it is, and nothing else remembers it.
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import pyarrow as pa
 
@@ -77,17 +77,28 @@ class Written:
 
 
 class Sink(Protocol):
-    """Where changes go. Used by the coordinator alone."""
+    """Where changes go. Used by the coordinator alone.
+
+    The loop's thread calls one method after the other. Threads of epochs call theirs one at a time,
+    beside the loop's thread; `prepare` is called for several tables at once. Where a method may
+    raise passing trouble (`Retryable`, `CommitUnknown`), the loop waits and calls it again.
+
+    `Evolves` and `LooksUpRows` are what some sinks can do beyond this.
+    """
 
     def durable(self, tables: Sequence[str]) -> Mapping[str, Progress]:
-        """The progress of each of the pipeline's tables that exist; nothing is claimed."""
+        """The progress of each of the pipeline's tables that exist; nothing is claimed.
+
+        Thread: the loop's, while no epoch is written. Raises `Retryable`, `RolledBack`.
+        """
         ...
 
     def claim(self, tables: Sequence[str]) -> Mapping[str, Progress]:
         """Take the pipeline over: publish the next generation in every table that exists.
 
         Returns the progress of each. From then on a writer of an older generation cannot commit.
-        Raises `RolledBack` when a table's last commit is no longer in its history.
+        Thread: the loop's, while no epoch is written. Raises `RolledBack` when a table's last
+        commit is no longer in its history, `Fenced`, `Retryable`.
         """
         ...
 
@@ -97,24 +108,7 @@ class Sink(Protocol):
         `shape` is asked when the table must be created, never took an epoch, or does not tell its
         key; when it has no answer yet (None) and the table does not exist, or has never taken an
         epoch and none waits for it, nothing is made and False is returned.
-        """
-        ...
-
-    def evolve(self, table: str, columns: Sequence[Column]) -> None:
-        """Let the table take columns of the source that it lacks or holds too narrowly.
-
-        Raises `SchemaRejected` when no safe change leads there.
-        """
-        ...
-
-    def stored(
-        self, table: str, keys: pa.Table, columns: Sequence[str], before: Frontier | None = None
-    ) -> pa.Table:
-        """The rows that the destination holds under these keys: the key and the wanted columns.
-
-        Keys that it does not hold are left out. A table that has taken what lies past `before` is
-        read as it was until then, so that an epoch that is written once more comes out the same;
-        raises `HistoryLost` when the table no longer knows.
+        Thread: those of epochs. Raises `Fenced`, `SchemaRejected`, `ConfigInvalid`, `Retryable`.
         """
         ...
 
@@ -122,6 +116,7 @@ class Sink(Protocol):
         """A writer for the epoch's files of these tables, as they are now.
 
         Files of one writer never overwrite those of another.
+        Thread: those of epochs. Raises `Fenced`, `SchemaRejected`, `Retryable`.
         """
         ...
 
@@ -130,7 +125,8 @@ class Sink(Protocol):
 
         A table that carries the epoch already keeps it as it is. When this returns, all tables
         that carry the epoch say the same of which ones they are.
-        Raises `Fenced`, `ProgressLost`, `StaleWrite` when the files no longer fit a table, and
+        Thread: the loop's, also beside epochs. Raises `Fenced`, `ProgressLost`, `Retryable`,
+        `StaleWrite` when the files no longer fit a table, and
         `CommitUnknown` when even reading back does not tell what happened.
         """
         ...
@@ -139,12 +135,46 @@ class Sink(Protocol):
         """Make the frontier of an epoch without changes durable, in one table.
 
         False when there is no table yet that could remember it.
+        Thread: the loop's, also beside epochs. Raises as `commit`.
         """
         ...
 
     def close(self) -> None:
-        """Let go of connections."""
+        """Let go of connections. Thread: the loop's, as the last call. Raises nothing."""
         ...
+
+
+@runtime_checkable
+class Evolves(Protocol):
+    """Can change what a table takes. Without it a new or wider column stops the pipeline."""
+
+    def evolve(self, table: str, columns: Sequence[Column]) -> None:
+        """Let the table take columns of the source that it lacks or holds too narrowly.
+
+        Thread: those of epochs. Raises `SchemaRejected` when no safe change leads there,
+        `Retryable`.
+        """
+        ...
+
+
+@runtime_checkable
+class LooksUpRows(Protocol):
+    """Can give rows back. Without it a change that leaves values out stops the pipeline."""
+
+    def stored(
+        self, table: str, keys: pa.Table, columns: Sequence[str], before: Frontier | None = None
+    ) -> pa.Table:
+        """The rows that the destination holds under these keys: the key and the wanted columns.
+
+        Keys that it does not hold are left out. A table that has taken what lies past `before` is
+        read as it was until then, so that an epoch that is written once more comes out the same.
+        Thread: those of epochs. Raises `HistoryLost` when the table no longer knows, `Retryable`.
+        """
+        ...
+
+
+SINK_ABILITIES = (Evolves, LooksUpRows)
+"""All of them, for the check of halves."""
 
 
 class StaleWrite(Exception):

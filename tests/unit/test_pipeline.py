@@ -19,9 +19,11 @@ from icestream.epoch import Epoch, Progress, resume_point, table_id
 from icestream.errors import (
     CommitUnknown,
     ConfigInvalid,
+    DataRejected,
     Fenced,
     HistoryLost,
     IcestreamError,
+    SchemaRejected,
     SourceUnavailable,
     TargetUnavailable,
 )
@@ -33,6 +35,7 @@ from icestream.iceberg.handle import TableName
 from icestream.pipeline import Cadence, Pipeline, State, brief, missing_tables
 from icestream.report import Report
 from icestream.schema import Column, SchemaGap, TableShape
+from icestream.sinks import SINK_ABILITIES, Sink
 from icestream.sinks.iceberg import IcebergSink, IcebergSinkOptions
 from icestream.sources import (
     EpochPlan,
@@ -455,7 +458,7 @@ LOOP_ALONE, LOOP, EPOCHS = "the loop's, while no epoch is written", "the loop's"
 def promised_threads() -> dict[str, str]:
     """What the docstring of each method says of the thread that calls it."""
     found = {}
-    for protocol in (Source, *SOURCE_ABILITIES):
+    for protocol in (Source, *SOURCE_ABILITIES, Sink, *SINK_ABILITIES):
         for method in members(protocol) - {"keyed"}:
             told = " ".join(getattr(protocol, method).__doc__.split())
             assert "Raises " in told, method
@@ -474,6 +477,7 @@ def test_the_docstring_of_each_question_says_who_asks_it_and_what_it_may_raise()
     known = (LOOP, EPOCHS, "any", "outside of runs")
     assert [name for name, thread in threads.items() if not thread.startswith(known)] == []
     assert len(members(Source) - {"keyed"}) <= 9
+    assert len(members(Sink)) == 7
 
 
 PROMISED = promised_threads()
@@ -730,6 +734,52 @@ class AskingScene(Scene):
 
 
 NO_KEYS = pa.table({"id": pa.array([], pa.int64())})
+
+
+class PlainSink:
+    """An Iceberg sink without its abilities: the seven methods that every sink has."""
+
+    def __init__(self, inner: IcebergSink):
+        for method in members(Sink):
+            setattr(self, method, getattr(inner, method))
+
+
+def test_a_sink_that_cannot_evolve_stops_at_a_new_column_with_what_to_do():
+    """E14: the column and the table are named, and nothing of the epoch is visible."""
+    scene = Scene("ab", [2])
+    scene.workers.needs = {"extra"}
+    sink = PlainSink(scene.sink())
+    pipeline = Pipeline("p", scene.source, sink, Cadence(commit_interval=0.0), scene.workers)
+    with pytest.raises(SchemaRejected, match="table a does not take all columns") as caught:
+        pipeline.run(once=True)
+    assert "extra" in caught.value.detail
+    assert "by hand" in caught.value.hint
+    assert scene.epochs("a") == scene.epochs("b") == []
+
+
+def test_a_sink_that_cannot_look_up_rows_stops_at_values_that_are_left_out():
+    """P7, E14: an epoch with holes is never written."""
+    scene = AskingScene("ab", [2])
+    sink = PlainSink(scene.sink())
+    pipeline = Pipeline("p", scene.source, sink, Cadence(commit_interval=0.0), scene.written)
+    with pytest.raises(DataRejected, match="changes of a, b leave out values") as caught:
+        pipeline.run(once=True)
+    assert caught.value.detail == "Columns: v."
+    assert "REPLICA IDENTITY" in caught.value.hint
+    assert scene.epochs("a") == scene.epochs("b") == []
+
+
+def test_a_source_with_half_of_an_ability_is_refused_when_its_pipeline_is_opened():
+    """U9: letters would never be tried, and nothing would say so."""
+
+    class Half(LogSource):
+        def tried(self) -> Sequence[Any]:
+            return ()
+
+    scene = Scene("ab", [2])
+    scene.source = Half("ab", [2], scene.notes)
+    with pytest.raises(TypeError, match="Half is half of TakesLetters: it lacks letters"):
+        scene.pipeline()
 
 
 def test_rows_are_looked_up_when_all_epochs_before_are_committed():

@@ -17,8 +17,6 @@ from fnmatch import fnmatchcase
 from typing import Any
 from urllib.parse import quote
 
-import pyarrow as pa
-
 from icestream import failpoints, metrics
 from icestream.epoch import Epoch, Progress
 from icestream.errors import (
@@ -29,7 +27,6 @@ from icestream.errors import (
     SchemaRejected,
     check,
 )
-from icestream.frontier import Frontier
 from icestream.report import Report
 from icestream.schema import Column, TableShape
 from icestream.sinks import Committed, Written
@@ -161,15 +158,6 @@ class OpenSearchSink:
         self._complete(name, columns)
         state.mapped[table] = columns
         return True
-
-    def evolve(self, table: str, columns: Sequence[Column]) -> None:
-        """Nothing: documents carry their own fields, and `prepare` adds what an index lacks."""
-
-    def stored(
-        self, table: str, keys: pa.Table, columns: Sequence[str], before: Frontier | None = None
-    ) -> pa.Table:
-        """Never asked: documents come whole."""
-        raise Broken(f"documents of table {table} come whole, and none is looked up")
 
     def writer(self, epoch: Epoch, tables: Sequence[str]) -> OpenSearchWriter:
         """A writer for the epoch; what it sends is recognised when it is sent again."""
