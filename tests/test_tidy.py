@@ -37,7 +37,7 @@ LAYERS = (
     ("metrics",),
     ("kernels", "options"),
     ("errors",),
-    ("failpoints",),
+    ("failpoints", "abilities"),
 )
 # Sample data is for showing and testing; nothing that runs may lean on it.
 IMPORTERS_OF_SAMPLES = {"demo"}
