@@ -26,6 +26,7 @@ LAYERS = (
     ("transform",),
     ("spark",),
     ("iceberg",),
+    ("commit_protocol",),
     ("epoch",),
     ("destination",),
     ("names",),

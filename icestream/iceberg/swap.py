@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from icestream import failpoints
+from icestream.commit_protocol import swap_rule
 from icestream.errors import CommitConflict
 from icestream.iceberg import progress as summaries
 from icestream.iceberg.files import DATA, FileClosed
@@ -46,7 +47,7 @@ def prepare(
     With `emptied` all that the branch holds is gone in that snapshot but these files.
     """
     base = head.metadata
-    if not failpoints.rule_on(failpoints.RULE_SWAP):
+    if not swap_rule():
         base = handle.java.operations().refresh()
     # Nothing is committed yet when the manifests cannot be written: that outcome is known.
     with as_unavailable(f"could not write the manifests of table {handle.name}"):

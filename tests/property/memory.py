@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from icestream import failpoints
+from icestream.commit_protocol import swap_rule
 from icestream.epoch import Progress, batch_id
 from icestream.errors import (
     CommitConflict,
@@ -146,7 +146,7 @@ class Lake:
         after = {}
         for one in prepared:
             current = self.current(one.table)
-            seen = one.base if failpoints.rule_on(failpoints.RULE_SWAP) else current
+            seen = one.base if swap_rule() else current
             if current.uuid != one.base.uuid:
                 raise CommitConflict(f"table {one.table} is another one")
             if any(current.refs.get(r) != seen.refs.get(r) for r in (one.branch, one.tag)):

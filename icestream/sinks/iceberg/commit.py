@@ -1,41 +1,25 @@
 """Publishing an epoch in its tables: exactly once, or not at all and said so.
 
-An attempt reads fresh metadata, checks it, and swaps against exactly that metadata. Four rules make
-it exact; leaving out any one of them (or the pair that covers for it) loses or doubles rows, which
-tests show by switching them off:
-
-1. Swap: the catalog replaces the metadata only if it still is the one that was checked.
-2. Continuity: the progress found there is exactly the one this run last saw or made there, and the
-   epoch is newer. So the epoch joins on to what is durable, whoever else wrote in between, and no
-   table takes an epoch twice, whoever asks for it.
-3. Fence: no newer generation of the pipeline has claimed the table. A starting run claims with a
-   commit of its own, which also makes every commit prepared before it fail.
-4. Read-back: after an answer was lost, and before every further attempt, look for the own batch id
-   first. A refusal does not prove that the commit was not ours: the client may have sent it twice.
-
-Tables are published one by one, or all in one request that the catalog takes or refuses as a whole.
-Both ways go by the same rules.
-
-The obvious wrong way is to check first and commit with the library's own retry: it rebases onto
-newer metadata that nobody checked.
+The four rules are those of every commit (`icestream.commit_protocol`). Here is what a table is to
+them: its head is fresh metadata with the progress on it, and the swap is one of exactly that
+metadata. Tables are published one by one, or all in one request that the catalog takes or refuses
+as a whole. Both ways go by the same rules.
 """
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 from icestream import failpoints, metrics
+from icestream.commit_protocol import Move, Subject, fenced, insist, publish
 from icestream.epoch import Progress, batch_id, table_id
 from icestream.errors import (
     CommitConflict,
-    CommitUnknown,
     Fenced,
     IcestreamError,
-    ProgressLost,
     RolledBack,
-    TargetUnavailable,
 )
 from icestream.iceberg import progress as summaries
 from icestream.iceberg.files import DATA, FileClosed
@@ -121,6 +105,12 @@ class Commit:
     recount: bool = False
 
     @property
+    def move(self) -> Move:
+        """What the commit does to the table's progress."""
+        subject = _subject(self.table)
+        return Move(expected=self.expected, new=self.new, subject=subject, recount=self.recount)
+
+    @property
     def batch_id(self) -> str:
         """What the snapshot is found by."""
         return batch_id(self.new.pipeline, self.table, self.new.upper)
@@ -133,25 +123,18 @@ def publish_epoch(table: CommitTable, commit: Commit) -> Committed:
     `CommitUnknown` or `TargetUnavailable` when the catalog does not answer: the same call, or a
     restart, finds out.
     """
-    started = time.monotonic()
-    entries = _entries(commit)
-    attempted, attempts = False, _Attempts(commit.table)
-    while True:
-        try:
-            head = table.head(commit.new.pipeline, commit.branch)
-            if _published(head, commit, attempted):
-                return _duplicate(commit, head, started)
-            _check(head, commit)
-            failpoints.reach(failpoints.BEFORE_PUBLISH)
-            snapshot_id = table.publish(head, commit.branch, commit.files, entries, commit.emptied)
-            failpoints.reach(failpoints.AFTER_PUBLISH)
-            return _committed(commit, snapshot_id, started)
-        except CommitConflict as error:
-            metrics.COMMIT_CONFLICTS.labels(commit.table).inc()
-            attempts.failed(error)
-        except (CommitUnknown, TargetUnavailable) as error:
-            attempts.failed(error)
-        attempted = True
+
+    def read() -> dict[str, Head]:
+        return {commit.table: table.head(commit.new.pipeline, commit.branch)}
+
+    def swap(heads: Mapping[str, Head]) -> dict[str, int]:
+        head, entries = heads[commit.table], _entries(commit)
+        failpoints.reach(failpoints.BEFORE_PUBLISH)
+        snapshot_id = table.publish(head, commit.branch, commit.files, entries, commit.emptied)
+        failpoints.reach(failpoints.AFTER_PUBLISH)
+        return {commit.table: snapshot_id}
+
+    return _publish(_Tables({commit.table: commit}, read, swap))[commit.table]
 
 
 def publish_together(
@@ -162,58 +145,86 @@ def publish_together(
 ) -> dict[str, Committed]:
     """Publish the epoch in all its tables by one request; the promise of `publish_epoch` for all.
 
-    Every attempt looks at all tables afresh. Those that carry the epoch already, by an attempt
-    whose answer was lost, are left as they are; all others are checked before any is swapped.
+    Those that carry the epoch already, by an attempt whose answer was lost, are left as they are;
+    all others are checked before any is swapped.
     """
+
+    def head(table: str, commit: Commit) -> Head:
+        return tables[table].head(commit.new.pipeline, commit.branch)
+
+    def swap(heads: Mapping[str, Head]) -> dict[str, int]:
+        def prepare(table: str, head: Head) -> Any:
+            commit = commits[table]
+            entries = _entries(commit)
+            return tables[table].prepare(head, commit.branch, commit.files, entries, commit.emptied)
+
+        prepared = each(heads, prepare)
+        failpoints.reach(failpoints.BEFORE_PUBLISH)
+        catalog.publish_together(list(prepared.values()))
+        failpoints.reach(failpoints.AFTER_PUBLISH)
+        return {table: each.snapshot_id for table, each in prepared.items()}
+
+    return _publish(_Tables(commits, lambda: each(commits, head), swap))
+
+
+def _publish(tables: "_Tables") -> dict[str, Committed]:
+    commits = tables.commits
     started = time.monotonic()
-    entries = {table: _entries(commit) for table, commit in commits.items()}
-    attempted, attempts = False, _Attempts(", ".join(sorted(commits)))
-    while True:
-        try:
-            heads = each(
-                commits,
-                lambda table, commit: tables[table].head(commit.new.pipeline, commit.branch),
-            )
-            missing = {
-                table: commit
-                for table, commit in commits.items()
-                if not _published(heads[table], commit, attempted)
-            }
-            for table, commit in missing.items():
-                _check(heads[table], commit)
-            prepared = each(missing, _Preparing(tables, heads, entries))
-            if prepared:
-                failpoints.reach(failpoints.BEFORE_PUBLISH)
-                catalog.publish_together(list(prepared.values()))
-                failpoints.reach(failpoints.AFTER_PUBLISH)
-            return {
-                table: _committed(commit, prepared[table].snapshot_id, started)
-                if table in prepared
-                else _duplicate(commit, heads[table], started)
-                for table, commit in commits.items()
-            }
-        except CommitConflict as error:
+    attempts = _Attempts(", ".join(sorted(commits)))
+
+    def failed(error: IcestreamError) -> None:
+        if isinstance(error, CommitConflict):
             for table in commits:
                 metrics.COMMIT_CONFLICTS.labels(table).inc()
-            attempts.failed(error)
-        except (CommitUnknown, TargetUnavailable) as error:
-            attempts.failed(error)
-        attempted = True
+        attempts.failed(error)
+
+    moves = {table: commit.move for table, commit in commits.items()}
+    landed = publish(tables, moves, failed)
+    return {
+        table: _duplicate(commit, landed[table].head, started)
+        if (snapshot_id := landed[table].result) is None
+        else _committed(commit, snapshot_id, started)
+        for table, commit in commits.items()
+    }
 
 
 @dataclass(frozen=True, slots=True)
-class _Preparing:
-    """Prepares a table's snapshot on the head that was checked."""
+class _Tables:
+    """What the rules ask of Iceberg tables, however many are read and swapped at once."""
 
-    tables: Mapping[str, CommitTable]
-    heads: Mapping[str, Head]
-    entries: Mapping[str, summaries.Entries]
+    commits: Mapping[str, Commit]
+    read: Callable[[], Mapping[str, Head]]
+    replace: Callable[[Mapping[str, Head]], Mapping[str, int]]
 
-    def __call__(self, table: str, commit: Commit) -> Any:
-        head, entries = self.heads[table], self.entries[table]
-        return self.tables[table].prepare(
-            head, commit.branch, commit.files, entries, commit.emptied
-        )
+    def heads(self, keys: Collection[str]) -> Mapping[str, Head]:
+        """The metadata of the tables, read afresh."""
+        return self.read()
+
+    def swap(self, heads: Mapping[str, Head]) -> Mapping[str, int]:
+        """Publish a snapshot on each metadata, all or none; their ids."""
+        return self.replace(heads)
+
+    def progress(self, head: Head) -> Progress | None:
+        """The progress on the metadata."""
+        return head.progress
+
+    def history(self, key: str, head: Head, broken: IcestreamError | None) -> None:
+        """Another table, or an older state of this one, explains a progress that was not left."""
+        self._refuse_another(key, head)
+        refuse_rollback(head, key, self.commits[key].new.pipeline)
+
+    def fits(self, key: str, head: Head) -> None:
+        """Files are published only in the table, and with the schema and spec, they are for."""
+        self._refuse_another(key, head)
+        commit = self.commits[key]
+        if commit.written_for is not None and commit.files:
+            if (head.schema_id, head.spec_id) != commit.written_for[1:]:
+                raise StaleWrite(key)
+
+    def _refuse_another(self, key: str, head: Head) -> None:
+        written_for = self.commits[key].written_for
+        if written_for is not None and head.uuid != written_for[0]:
+            raise replaced(key)
 
 
 def publish_claim(table: ClaimTable, branch: str, claim: Progress, claim_id: str) -> Progress:
@@ -221,23 +232,23 @@ def publish_claim(table: ClaimTable, branch: str, claim: Progress, claim_id: str
 
     Raises `Fenced` when a run of the same or a newer generation was faster.
     """
-    attempts = _Attempts(str(table.name))
-    while True:
-        try:
-            head = table.head(claim.pipeline, branch)
-            refuse_rollback(head, str(table.name), claim.pipeline)
-            found = head.progress or Progress(pipeline=claim.pipeline)
-            found = replace(found, table_id=table_id(head.uuid))
-            if head.claim_id == claim_id:
-                return found
-            if found.generation >= claim.generation:
-                raise _fenced(str(table.name), found, claim.generation)
-            mine = replace(found, generation=claim.generation)
-            entries = summaries.to_entries(mine).plus({summaries.CLAIM: claim_id})
-            table.publish(head, branch, [], entries)
-            return mine
-        except (CommitConflict, CommitUnknown, TargetUnavailable) as error:
-            attempts.failed(error)
+    name = str(table.name)
+
+    def attempt(attempted: bool) -> Progress:
+        head = table.head(claim.pipeline, branch)
+        refuse_rollback(head, name, claim.pipeline)
+        found = head.progress or Progress(pipeline=claim.pipeline)
+        found = replace(found, table_id=table_id(head.uuid))
+        if head.claim_id == claim_id:
+            return found
+        if found.generation >= claim.generation:
+            raise fenced(found, claim.generation, _subject(name))
+        mine = replace(found, generation=claim.generation)
+        entries = summaries.to_entries(mine).plus({summaries.CLAIM: claim_id})
+        table.publish(head, branch, [], entries)
+        return mine
+
+    return insist(attempt, _Attempts(name).failed)
 
 
 def refuse_rollback(head: Head, table: str, pipeline: str) -> None:
@@ -259,7 +270,7 @@ def refuse_rollback(head: Head, table: str, pipeline: str) -> None:
 def refuse_successor(head: Head, table: str, generation: int) -> None:
     """Raise `Fenced` when a newer run than that of `generation` has claimed the table."""
     if head.progress is not None and head.progress.generation > generation:
-        raise _fenced(table, head.progress, generation)
+        raise fenced(head.progress, generation, _subject(table))
 
 
 def rival_run(table: str) -> Fenced:
@@ -270,56 +281,11 @@ def rival_run(table: str) -> Fenced:
     )
 
 
-def _published(head: Head, commit: Commit, attempted: bool) -> bool:
-    """Whether the epoch is in the table already: by an attempt whose answer was lost, or earlier.
-
-    What the table says of the epoch's other tables does not matter: it has the epoch's rows.
-    """
-    if attempted and not failpoints.rule_on(failpoints.RULE_READ_BACK):
-        return False
-    found = head.progress
-    if found is None or found.generation != commit.new.generation:
-        return False
-    return found == commit.new if commit.recount else found.same_epoch(commit.new)
-
-
-def _check(head: Head, commit: Commit) -> None:
-    """Continuity, fence and preconditions, on the very metadata that will be swapped."""
-    found = head.progress or Progress(pipeline=commit.new.pipeline)
-    if failpoints.rule_on(failpoints.RULE_FENCE) and found.generation > commit.new.generation:
-        raise _fenced(commit.table, found, commit.new.generation)
-    if commit.written_for is not None and head.uuid != commit.written_for[0]:
-        raise replaced(commit.table)
-    if failpoints.rule_on(failpoints.RULE_CONTINUITY):
-        refuse_rollback(head, commit.table, commit.new.pipeline)
-        if found != commit.expected:
-            raise _discontinued(commit, found)
-        if not commit.recount and found.epoch >= commit.new.epoch:
-            raise _discontinued(commit, found)
-    if commit.written_for is not None and commit.files:
-        if (head.schema_id, head.spec_id) != commit.written_for[1:]:
-            raise StaleWrite(commit.table)
-
-
-def _discontinued(commit: Commit, found: Progress) -> IcestreamError:
-    if found.epoch >= commit.new.epoch:
-        return Fenced(
-            f"table {commit.table} is ahead of this run",
-            detail=f"It holds epoch {found.epoch} while this run is at {commit.new.epoch}.",
-            hint="Another run of the same pipeline is active; stop one of them.",
-        )
-    return ProgressLost(
-        f"the progress of table {commit.table} is not the one this run left there",
-        detail=f"Epoch {commit.expected.epoch} was expected and epoch {found.epoch} found.",
-        hint="Check who else writes snapshots with icestream's summary keys, then start again.",
-    )
-
-
-def _fenced(table: str, found: Progress, generation: int) -> Fenced:
-    return Fenced(
-        f"a newer run of pipeline {found.pipeline} has taken over table {table}",
-        detail=f"The table is claimed by generation {found.generation}, this run is {generation}.",
-        hint="Nothing is lost; let the newer run work, or stop it before you start this one.",
+def _subject(table: str) -> Subject:
+    return Subject(
+        name=f"table {table}",
+        over=f" table {table}",
+        meddling="writes snapshots with icestream's summary keys",
     )
 
 

@@ -2,14 +2,10 @@
 
 Documents are visible as soon as a worker's request is acknowledged, and sending them again changes
 nothing. So the document with the frontier is what makes an epoch durable, for all tables at once.
-Four rules guard every attempt to replace it, the same as for an Iceberg table:
-
-1. Swap: OpenSearch replaces the document only if its sequence number and primary term still are
-   those of the document that was checked.
-2. Continuity: the progress found there is exactly the one this run last saw or made, the epoch is
-   newer, and the indices that the progress speaks of are still the same ones.
-3. Fence: no newer generation of the pipeline has claimed it.
-4. Read-back: after an answer was lost or a conflict was met, look for the own batch id first.
+The four rules of every commit (`icestream.commit_protocol`) guard each attempt to replace it. Here
+is what they go by: OpenSearch replaces the document only if its sequence number and primary term
+still are those of the document that was checked; and to continuity belongs that the indices that
+the progress speaks of are still the same ones, and hold no newer documents than were sent.
 
 The document names an index before the first document goes there. So a restart knows its own index
 from one that holds somebody else's documents, or those of a progress that was lost.
@@ -19,12 +15,21 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import quote
 
-from icestream import failpoints
+from icestream import commit_protocol, failpoints
+from icestream.commit_protocol import (
+    Failed,
+    Move,
+    Subject,
+    insist,
+    refuse_newer,
+    refuse_others,
+    swap_rule,
+)
 from icestream.epoch import Progress, batch_id
 from icestream.errors import (
     CommitConflict,
@@ -33,7 +38,6 @@ from icestream.errors import (
     Fenced,
     IcestreamError,
     ProgressLost,
-    TargetUnavailable,
     check,
 )
 from icestream.frontier import Frontier
@@ -162,26 +166,24 @@ class ProgressDocument:
         Raises `Fenced` when other runs are faster again and again, and `ProgressLost` when the
         index of one of these tables is not the one that the progress speaks of.
         """
-        claim_id, patience, conflicts = str(uuid.uuid4()), Patience(), 0
-        while True:
-            try:
-                head = self.read()
-                if head.claim_id == claim_id:
-                    return head
-                self.refuse_lost({t: i for t, i in head.indices.items() if t in tables})
-                mine = replace(head.progress, generation=head.progress.generation + 1)
-                self._swap(head, self._source(mine, head, claim_id=claim_id))
-                return replace(head, progress=mine, claim_id=claim_id)
-            except CommitConflict as error:
-                conflicts += 1
-                if conflicts >= CLAIMS_MAX:
-                    raise Fenced(
-                        f"other runs of pipeline {self._pipeline} take it over at the same time",
-                        hint="Nothing is lost; start again when only one run is active.",
-                    ) from error
-            except (CommitUnknown, TargetUnavailable) as error:
-                self._note(error)
-                patience.wait(error)
+        claim_id = str(uuid.uuid4())
+
+        def attempt(attempted: bool) -> Head:
+            head = self.read()
+            if head.claim_id == claim_id:
+                return head
+            self.refuse_lost({t: i for t, i in head.indices.items() if t in tables})
+            mine = replace(head.progress, generation=head.progress.generation + 1)
+            self._swap(head, self._source(mine, head, claim_id=claim_id))
+            return replace(head, progress=mine, claim_id=claim_id)
+
+        try:
+            return insist(attempt, self._attempts(CLAIMS_MAX))
+        except CommitConflict as error:
+            raise Fenced(
+                f"other runs of pipeline {self._pipeline} take it over at the same time",
+                hint="Nothing is lost; start again when only one run is active.",
+            ) from error
 
     def publish(self, commit: Commit) -> bool:
         """Publish the epoch; when this returns it is durable exactly once.
@@ -190,7 +192,10 @@ class ProgressDocument:
         `Fenced` or `ProgressLost` with nothing published, and `CommitUnknown` or
         `TargetUnavailable` when OpenSearch did not come back in time: a restart finds out.
         """
-        return self._insist(lambda attempted: self._publish(commit, attempted))
+        move = Move(expected=commit.expected, new=commit.new, subject=self._subject)
+        failed = self._attempts(CONFLICTS_MAX)
+        landed = commit_protocol.publish(_Publishing(self, commit), {self._pipeline: move}, failed)
+        return landed[self._pipeline].result is None
 
     def name(self, mine: Progress, indices: Mapping[str, Index]) -> None:
         """Remember indices before the first document goes there; the progress stays as it is.
@@ -198,41 +203,50 @@ class ProgressDocument:
         Raises as `publish` does.
         """
 
-        def attempt(attempted: bool) -> bool:
+        def attempt(attempted: bool) -> None:
             head = self.read()
-            self._refuse_newer(head, mine)
-            if failpoints.rule_on(failpoints.RULE_CONTINUITY) and head.progress != mine:
-                raise self._not_left(head.progress, mine)
+            refuse_newer(head.progress, mine.generation, self._subject)
+            refuse_others(head.progress, mine, self._subject)
             self._swap(head, self._source(mine, replace(head, indices={**head.indices, **indices})))
-            return True
 
-        self._insist(attempt)
+        insist(attempt, self._attempts(CONFLICTS_MAX))
 
-    def _publish(self, commit: Commit, attempted: bool) -> bool:
-        head = self.read()
-        if self._published(head, commit, attempted):
-            return True
-        self._check(head, commit)
+    def replace(self, head: Head, commit: Commit) -> None:
+        """Replace the document that was read by that of an epoch."""
         failpoints.reach(failpoints.BEFORE_PUBLISH)
         self._swap(head, self._source(commit.new, head, commit=commit))
         failpoints.reach(failpoints.AFTER_PUBLISH)
-        return False
 
-    def _insist(self, attempt: Callable[[bool], bool]) -> bool:
-        """Try until OpenSearch has answered, within bounds; an attempt knows if it is the first."""
-        patience, conflicts, attempted = Patience(), 0, False
-        while True:
-            try:
-                return attempt(attempted)
-            except CommitConflict as error:
-                conflicts += 1
-                self._note(error)
-                if conflicts >= CONFLICTS_MAX:
-                    raise
-            except (CommitUnknown, TargetUnavailable) as error:
-                self._note(error)
+    def refuse_broken(self, commit: Commit) -> None:
+        """Raise unless the epoch's indices are as this run left them."""
+        self.refuse_lost(commit.indices)
+        if commit.conflicts:
+            # A newer run sends newer versions; without one, no run of this pipeline does.
+            raise self._overtaken(commit.conflicts, commit)
+
+    @property
+    def _subject(self) -> Subject:
+        return Subject(
+            name=f"pipeline {self._pipeline}",
+            over="",
+            meddling=f"writes to index {self._index}",
+        )
+
+    def _attempts(self, conflicts_max: int) -> Failed:
+        """Bridges a moment of silence, and ends conflicts that do not end."""
+        patience, conflicts = Patience(), 0
+
+        def failed(error: IcestreamError) -> None:
+            nonlocal conflicts
+            self._note(error)
+            if not isinstance(error, CommitConflict):
                 patience.wait(error)
-            attempted = True
+                return
+            conflicts += 1
+            if conflicts >= conflicts_max:
+                raise error
+
+        return failed
 
     def refuse_lost(self, indices: Mapping[str, Index]) -> None:
         """Raise `ProgressLost` unless each index is still the one that was written to.
@@ -291,7 +305,7 @@ class ProgressDocument:
 
     def _swap(self, head: Head, source: Mapping[str, Any]) -> None:
         """Replace the document that was read; raises `CommitConflict` when it is another one."""
-        if not failpoints.rule_on(failpoints.RULE_SWAP):
+        if not swap_rule():
             path = self._path("_doc")
         elif head.sequence is None:
             self._create_index()
@@ -323,36 +337,6 @@ class ProgressDocument:
     def _create_index(self) -> None:
         create_index(self._client, self._index, _PROGRESS_INDEX)
 
-    def _published(self, head: Head, commit: Commit, attempted: bool) -> bool:
-        if attempted and not failpoints.rule_on(failpoints.RULE_READ_BACK):
-            return False
-        same_run = head.progress.generation == commit.new.generation
-        return same_run and head.progress.same_epoch(commit.new)
-
-    def _check(self, head: Head, commit: Commit) -> None:
-        """Fence and continuity, on the very document that will be replaced."""
-        found = head.progress
-        self._refuse_newer(head, commit.new)
-        if not failpoints.rule_on(failpoints.RULE_CONTINUITY):
-            return
-        if found != commit.expected or found.epoch >= commit.new.epoch:
-            raise self._discontinued(found, commit)
-        self.refuse_lost(commit.indices)
-        if commit.conflicts:
-            # A newer run sends newer versions; without one, no run of this pipeline does.
-            raise self._overtaken(commit.conflicts, commit)
-
-    def _refuse_newer(self, head: Head, mine: Progress) -> None:
-        found = head.progress
-        if failpoints.rule_on(failpoints.RULE_FENCE) and found.generation > mine.generation:
-            raise Fenced(
-                f"a newer run of pipeline {self._pipeline} has taken over",
-                detail=f"Generation {found.generation} has claimed it, this run is "
-                f"{mine.generation}.",
-                hint="Nothing is lost; let the newer run work, or stop it before you start this "
-                "one.",
-            )
-
     def _overtaken(self, conflicts: Conflicts, commit: Commit) -> ProgressLost:
         index = commit.indices[conflicts.table].name
         return ProgressLost(
@@ -364,22 +348,6 @@ class ProgressDocument:
             "tables anew.",
         )
 
-    def _discontinued(self, found: Progress, commit: Commit) -> IcestreamError:
-        if found.epoch >= commit.new.epoch:
-            return Fenced(
-                f"pipeline {self._pipeline} is ahead of this run",
-                detail=f"It is at epoch {found.epoch} while this run is at {commit.new.epoch}.",
-                hint="Another run of the same pipeline is active; stop one of them.",
-            )
-        return self._not_left(found, commit.expected)
-
-    def _not_left(self, found: Progress, expected: Progress) -> ProgressLost:
-        return ProgressLost(
-            f"the progress of pipeline {self._pipeline} is not the one this run left",
-            detail=f"Epoch {expected.epoch} was expected and epoch {found.epoch} found.",
-            hint=f"Check who else writes to index {self._index}, then start again.",
-        )
-
     def _note(self, error: IcestreamError) -> None:
         log.warning(
             "attempt failed: %s (%s)",
@@ -387,6 +355,37 @@ class ProgressDocument:
             error.detail,
             extra={"pipeline": self._pipeline},
         )
+
+
+class _Publishing:
+    """What the rules ask of the document."""
+
+    def __init__(self, document: ProgressDocument, commit: Commit):
+        self._document = document
+        self._commit = commit
+
+    def heads(self, keys: Collection[str]) -> dict[str, Head]:
+        """The document, read afresh."""
+        head = self._document.read()
+        return dict.fromkeys(keys, head)
+
+    def progress(self, head: Head) -> Progress:
+        """The progress in the document."""
+        return head.progress
+
+    def history(self, key: str, head: Head, broken: IcestreamError | None) -> None:
+        """The indices are a part of what must be as it was left."""
+        if broken is None:
+            self._document.refuse_broken(self._commit)
+
+    def fits(self, key: str, head: Head) -> None:
+        """Documents that were sent are there already."""
+
+    def swap(self, heads: Mapping[str, Head]) -> dict[str, bool]:
+        """Replace the document."""
+        for head in heads.values():
+            self._document.replace(head, self._commit)
+        return dict.fromkeys(heads, True)
 
 
 def create_index(client: Client, name: str, body: object = None) -> None:
