@@ -64,6 +64,8 @@ class FeedWriter(threading.Thread):
     def run(self) -> None:
         """One step after another."""
         self._feed.catch_up()
+        # A run that finds a partition without any timestamp cannot go on.
+        assert self._producer.flush(ANSWER_SECONDS) == 0
         while not self._ended.wait(self._pause_seconds):
             if self.transactions >= self.transactions_max:
                 continue

@@ -49,6 +49,12 @@ def die_everywhere_in_the_stream(victim: DatabaseVictim) -> None:
     victim.assert_equal()
 
 
+def test_a_copy_that_crashes_everywhere_loses_and_doubles_nothing(make_victim: MakeVictim):
+    """P3, P4: whatever was committed stays, the rest is read again beside the stream."""
+    die_everywhere_in_the_copy(make_victim(here=True))
+
+
+@pytest.mark.long(kept_by="test_a_copy_that_crashes_everywhere_loses_and_doubles_nothing")
 def test_a_copy_that_is_killed_everywhere_loses_and_doubles_nothing(make_victim: MakeVictim):
     """P3, P4: whatever was committed stays, the rest is read again beside the stream."""
     die_everywhere_in_the_copy(make_victim(here=False))
