@@ -36,7 +36,7 @@ from icestream.errors import ConfigInvalid, HistoryLost
 from icestream.frontier import Frontier
 from icestream.iceberg.rows import VALUES_MAX
 from icestream.schema import NAME_MAPPING, arrow_schema, new_schema
-from icestream.sinks.iceberg import TableOptions
+from icestream.sinks.iceberg.options import TableOptions
 from tests.integration.hand_fed import HandFed, array, gone, put, shape
 from tests.lake import Lake
 from tests.proxy import Proxy

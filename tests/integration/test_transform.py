@@ -49,7 +49,8 @@ from icestream.iceberg.files import FileClosed
 from icestream.report import Report
 from icestream.schema import TableShape, arrow_schema, schema_from_json
 from icestream.sinks import Written
-from icestream.sinks.iceberg import IcebergSink, IcebergSinkOptions
+from icestream.sinks.iceberg import IcebergSink
+from icestream.sinks.iceberg.options import IcebergSinkOptions
 from icestream.sinks.transformed import SOURCE_PROPERTY, TransformedSink
 from icestream.sources import Targets
 from icestream.spark import stored_rows

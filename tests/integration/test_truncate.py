@@ -8,7 +8,7 @@ import pytest
 from pyiceberg.types import LongType, StringType
 from pyspark.sql import SparkSession
 
-from icestream.sinks.iceberg import TableOptions
+from icestream.sinks.iceberg.options import TableOptions
 from tests.integration.hand_fed import HandFed, gone, put, shape
 from tests.lake import Lake
 from tests.proxy import Proxy

@@ -63,7 +63,8 @@ from icestream.iceberg.handle import TableName
 from icestream.pipeline import Cadence, Pipeline
 from icestream.report import Report
 from icestream.schema import Column, SchemaGap, TableShape
-from icestream.sinks.iceberg import IcebergSink, IcebergSinkOptions
+from icestream.sinks.iceberg import IcebergSink
+from icestream.sinks.iceberg.options import IcebergSinkOptions
 from icestream.sinks.iceberg.writer import IcebergWriter
 from icestream.sources import (
     CatchUp,

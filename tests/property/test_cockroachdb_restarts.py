@@ -5,8 +5,7 @@ import random
 import pytest
 
 from icestream.errors import HistoryLost, SourceUnavailable
-from icestream.sinks import iceberg
-from icestream.sinks.iceberg import IcebergSink
+from icestream.sinks.iceberg import IcebergSink, state
 from tests.unit.sources.test_cockroachdb import at, wrapped
 from tests.unit.sources.test_cockroachdb_restarts import Crash, Shop
 
@@ -54,7 +53,7 @@ def test_every_row_comes_once_and_in_order(tmp_path, monkeypatch, seed):
         publish(self, table, commit)
 
     monkeypatch.setattr(IcebergSink, "_publish", killed)  # a kill between two commits
-    monkeypatch.setattr(iceberg, "COMMITS_IN_PARALLEL", 1)  # in order: a seed tells which is killed
+    monkeypatch.setattr(state, "COMMITS_IN_PARALLEL", 1)  # in order: a seed tells which is killed
     for _ in range(rng.randint(3, 6)):
         number = rounds(shop, rng, number, expected)
         commits_left[:] = rng.choice([[], [], [0], [1], [2], [3], [4]])

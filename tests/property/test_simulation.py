@@ -13,6 +13,7 @@ from icestream.errors import FrontierLost
 from icestream.iceberg import progress as summaries
 from icestream.pipeline import Pipeline
 from icestream.sinks.iceberg import IcebergSink
+from icestream.sinks.iceberg.state import each
 from tests.property.memory import Lake
 from tests.property.simulation import EXACT, Stream, World, main, simulate
 
@@ -214,7 +215,7 @@ def test_letters_that_come_before_their_tables_are_doubled(monkeypatch):
 
 
 def _in_any_order(sink: Any, commits: dict[str, Any]) -> None:
-    sink._each(commits, sink._publish)
+    each(commits, sink._publish)
 
 
 def choosy(seed: int) -> str:

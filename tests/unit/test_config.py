@@ -18,7 +18,7 @@ from icestream.config import (
 )
 from icestream.errors import ConfigInvalid
 from icestream.pipeline import Cadence
-from icestream.sinks.iceberg import IcebergSinkOptions, TableOptions
+from icestream.sinks.iceberg.options import IcebergSinkOptions, TableOptions
 from icestream.sinks.opensearch import OpenSearchOptions
 from icestream.sources.cockroachdb import CockroachdbOptions, TopicsOptions
 from icestream.sources.iceberg import IcebergSourceOptions

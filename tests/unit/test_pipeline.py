@@ -36,7 +36,8 @@ from icestream.pipeline import Cadence, Pipeline, State, brief, missing_tables
 from icestream.report import Report
 from icestream.schema import Column, SchemaGap, TableShape
 from icestream.sinks import SINK_ABILITIES, Sink
-from icestream.sinks.iceberg import IcebergSink, IcebergSinkOptions
+from icestream.sinks.iceberg import IcebergSink
+from icestream.sinks.iceberg.options import IcebergSinkOptions
 from icestream.sources import (
     EpochPlan,
     Need,

@@ -12,7 +12,8 @@ from icestream.errors import HistoryLost
 from icestream.frontier import START, Frontier, Position
 from icestream.iceberg.files import DATA, FileClosed
 from icestream.pipeline import Cadence, Pipeline
-from icestream.sinks.iceberg import IcebergSink, IcebergSinkOptions
+from icestream.sinks.iceberg import IcebergSink
+from icestream.sinks.iceberg.options import IcebergSinkOptions
 from icestream.sources import EpochPlan
 from icestream.sources.cockroachdb import numbered
 from icestream.sources.cockroachdb.files import CockroachdbFiles, FeedFile
