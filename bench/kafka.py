@@ -30,10 +30,10 @@ from bench.events import ARROW_TYPES, FLUSH_SECONDS, SHAPE, log, produce
 from bench.measure import Measured, cpu_seconds, median, repeat
 from icestream.change import AT, OP, SEQ, Op, fold
 from icestream.config import PipelineConfig, open_catalog, open_pipeline, open_sink, parse
+from icestream.formats.json_cells import members, values
 from icestream.iceberg.handle import TableName
 from icestream.pipeline import Pipeline
 from icestream.schema import cast_text
-from icestream.sources.json_cells import members, values
 from tests.servers import KafkaBroker, wait_until
 
 if TYPE_CHECKING:

@@ -20,12 +20,12 @@ import numpy as np
 import pyarrow as pa
 
 from icestream.errors import HistoryLost
+from icestream.formats.rows import Records
 from icestream.sources import Budget
 from icestream.sources.cockroachdb import CockroachdbOptions, TopicsOptions, index, topics
 from icestream.sources.cockroachdb.topics import CockroachdbTopics
 from icestream.sources.kafka.client import Topic
 from icestream.sources.kafka.consumer import Range
-from icestream.sources.kafka.rows import Records
 from tests.captures import Row, capture
 
 PARTITIONS_MAX = 5

@@ -20,9 +20,9 @@ from confluent_kafka import (
 from confluent_kafka.admin import AdminClient
 
 from icestream.errors import ConfigInvalid, HistoryLost, SourceUnavailable
+from icestream.formats.rows import Records
 from icestream.sources.kafka.client import Cluster, Topic
 from icestream.sources.kafka.consumer import PartitionStalled, Range, fetched_offset, read_range
-from icestream.sources.kafka.rows import Records
 from tests.servers import KafkaBroker, wait_until
 
 SECONDS_MAX = 30.0

@@ -13,12 +13,12 @@ import pyarrow as pa
 
 from icestream import dead_letters
 from icestream.change import AT, OP, SEQ, Op
+from icestream.formats.envelope import ValueOptions
+from icestream.formats.rows import Records
 from icestream.schema import TableShape, arrow_schema, new_schema, schema_from_json
 from icestream.sources import ValuesNeeded
 from icestream.sources.kafka.consumer import Range
-from icestream.sources.kafka.envelope import ValueOptions
 from icestream.sources.kafka.route import Route
-from icestream.sources.kafka.rows import Records
 from icestream.sources.kafka.split import KafkaSplit, Keys, Reading
 
 Row = dict[str, Any]

@@ -12,7 +12,7 @@ import pyarrow as pa
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from icestream.sources.kafka.avro import decode
+from icestream.formats.avro import decode
 
 SLOW = settings(max_examples=150)
 

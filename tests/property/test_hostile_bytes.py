@@ -16,15 +16,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from icestream.sources.json_cells import MalformedJson, members, values
-from icestream.sources.kafka import avro, protobuf
-from icestream.sources.kafka.binary_texts import (
+from icestream.formats import avro, protobuf
+from icestream.formats.binary_texts import (
     SCALE_MAX,
     SCALE_MIN,
     TEXT_BYTES_MAX,
     decimal_texts,
     decoded_bytes,
 )
+from icestream.formats.json_cells import MalformedJson, members, values
 from icestream.sources.postgres.framing import State, Stop, row_tuples, walk
 from tests.property.test_avro import damaged, encoded
 from tests.property.test_protobuf import PROTO3, WIRE

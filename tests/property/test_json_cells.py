@@ -8,7 +8,7 @@ import pyarrow as pa
 from hypothesis import given
 from hypothesis import strategies as st
 
-from icestream.sources.json_cells import (
+from icestream.formats.json_cells import (
     Cells,
     Kind,
     MalformedJson,

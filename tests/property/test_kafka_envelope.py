@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from icestream.change import Op
-from icestream.sources.kafka.envelope import USUAL_OPERATIONS, ValueOptions, decode
-from icestream.sources.kafka.rows import Records
+from icestream.formats.envelope import USUAL_OPERATIONS, ValueOptions, decode
+from icestream.formats.rows import Records
 
 # Compiling the kernels falls into whichever example comes first.
 patient = settings(max_examples=200)

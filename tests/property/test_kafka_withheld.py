@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyiceberg.types import BinaryType, ListType, LongType, StringType
 
+from icestream.formats.envelope import UNAVAILABLE_VALUE
+from icestream.formats.rows import Records
 from icestream.schema import Column, TableShape
-from icestream.sources.kafka.envelope import UNAVAILABLE_VALUE
-from icestream.sources.kafka.rows import Records
 from tests.property.kafka_reading import Destination, Row, records, split_of
 
 TABLES = ("t", "u")

@@ -12,7 +12,7 @@ from google.protobuf.message_factory import GetMessageClass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from icestream.sources.kafka.protobuf import _files, _message_at, decode
+from icestream.formats.protobuf import _files, _message_at, decode
 
 MANY = settings(max_examples=100)
 FEW = settings(max_examples=20)

@@ -45,6 +45,8 @@ from icestream.errors import (
     SchemaRejected,
     SourceUnavailable,
 )
+from icestream.formats.json_cells import Cells, MalformedJson, lines
+from icestream.formats.json_columns import infer_type
 from icestream.frontier import START, Frontier, Position
 from icestream.iceberg.files import filesystem
 from icestream.schema import (
@@ -96,8 +98,6 @@ from icestream.sources.cockroachdb.rows import (
     top_of,
 )
 from icestream.sources.cockroachdb.taken import only_deletes, taken, takes, without_rows
-from icestream.sources.json_cells import Cells, MalformedJson, lines
-from icestream.sources.json_columns import infer_type
 from icestream.sources.named_columns import ColumnsSeen, Seen
 
 log = logging.getLogger(__name__)

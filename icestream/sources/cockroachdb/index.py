@@ -13,10 +13,10 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow.compute as pc
 
+from icestream.formats.rows import Records
 from icestream.frontier import Position
 from icestream.sources.cockroachdb.messages import Messages, told_apart
 from icestream.sources.kafka.consumer import Range, read_range
-from icestream.sources.kafka.rows import Records
 
 BATCH_BYTES = 16 * 1024**2
 # The finer the runs, the less is read in vain: an epoch begins to read at the start of one.

@@ -13,11 +13,11 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from icestream.formats.json_cells import Cells, Kind, values
+from icestream.formats.rows import Indices, Mask, Records
 from icestream.frontier import Position
 from icestream.sources.cockroachdb.hlc import HLC_PATTERN, hlc_parts
 from icestream.sources.cockroachdb.rows import top_of, updated_of
-from icestream.sources.json_cells import Cells, Kind, values
-from icestream.sources.kafka.rows import Indices, Mask, Records
 
 _MARKER = (
     r'^\s*\{\s*(?:"__crdb__"\s*:\s*\{\s*)?"resolved"\s*:\s*'

@@ -16,10 +16,10 @@ from pyiceberg.types import IcebergType
 
 from icestream.change import AT, BEFORE, OP, SEQ, Op, within
 from icestream.errors import ConfigInvalid, DataRejected
+from icestream.formats.json_cells import Cells, Kind, elements, members
+from icestream.formats.json_columns import infer_type
 from icestream.schema import Column, Reads, SchemaGap, arrow_schema, cast_text
 from icestream.sources.cockroachdb.hlc import hlc_parts
-from icestream.sources.json_cells import Cells, Kind, elements, members
-from icestream.sources.json_columns import infer_type
 from icestream.sources.named_columns import ColumnsSeen, NamedColumns
 
 _BARE = "__crdb__"

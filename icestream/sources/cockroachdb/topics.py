@@ -33,6 +33,9 @@ from pyiceberg.types import IcebergType
 
 from icestream.epoch import Epoch
 from icestream.errors import DataRejected, IcestreamError, SourceUnavailable
+from icestream.formats.json_cells import MalformedJson, values
+from icestream.formats.json_columns import infer_type
+from icestream.formats.rows import Records
 from icestream.frontier import Frontier, Position
 from icestream.schema import Column, Reads, TableShape, joined_columns, schema_from_json
 from icestream.sources import (
@@ -59,8 +62,6 @@ from icestream.sources.cockroachdb.index import (
 )
 from icestream.sources.cockroachdb.messages import told_apart
 from icestream.sources.cockroachdb.rows import KeySearch, Reader, Rows, plain_key, rows_of
-from icestream.sources.json_cells import MalformedJson, values
-from icestream.sources.json_columns import infer_type
 from icestream.sources.kafka.client import Cluster, Topic
 from icestream.sources.kafka.consumer import PartitionStalled, Range, read_range
 from icestream.sources.kafka.partitions import (
@@ -70,7 +71,6 @@ from icestream.sources.kafka.partitions import (
     recreated,
     refuse_lost,
 )
-from icestream.sources.kafka.rows import Records
 from icestream.sources.named_columns import ColumnsSeen, Seen
 
 log = logging.getLogger(__name__)

@@ -29,6 +29,9 @@ from pyiceberg.types import IcebergType
 from icestream import dead_letters
 from icestream.epoch import Epoch
 from icestream.errors import ConfigInvalid, DataRejected, HistoryLost, IcestreamError
+from icestream.formats.envelope import REGISTERED, ValueOptions
+from icestream.formats.registry import RegistryOptions
+from icestream.formats.rows import Indices
 from icestream.frontier import Frontier, Position
 from icestream.names import TableNames
 from icestream.schema import TableShape, distinct_columns, joined_shapes
@@ -81,7 +84,6 @@ from icestream.sources.kafka.replay import (
     places,
     together,
 )
-from icestream.sources.kafka.rows import Indices
 from icestream.sources.kafka.split import (
     KafkaSplit,
     Partition,

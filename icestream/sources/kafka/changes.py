@@ -15,6 +15,8 @@ from pyiceberg.types import IcebergType
 
 from icestream.change import AT, OP, SEQ, Op
 from icestream.errors import ConfigInvalid, SchemaRejected
+from icestream.formats.envelope import WHOLE_ROWS
+from icestream.formats.rows import Field, Indices, Mask, Rows
 from icestream.schema import (
     Column,
     Names,
@@ -25,8 +27,6 @@ from icestream.schema import (
     reserved,
     schema_from_json,
 )
-from icestream.sources.kafka.envelope import WHOLE_ROWS
-from icestream.sources.kafka.rows import Field, Indices, Mask, Rows
 
 # So often rows are looked at that bring columns; what is left then brings too many.
 ADMISSIONS_MAX = 2_000

@@ -26,6 +26,7 @@ import numpy as np
 import pyarrow as pa
 
 from icestream.errors import HistoryLost, IcestreamError, check, shown
+from icestream.formats.rows import Records
 from icestream.sources import SplitsLost
 from icestream.sources.kafka.errors import (
     keep_settings_secret,
@@ -51,7 +52,6 @@ from icestream.sources.kafka.librdkafka import (
     StatisticsCallback,
     library,
 )
-from icestream.sources.kafka.rows import Records
 
 # Enough that calls cost nothing beside the records, few enough that their addresses stay in cache.
 MESSAGES_MAX = 8_192

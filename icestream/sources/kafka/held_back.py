@@ -13,9 +13,9 @@ import numpy as np
 import pyarrow as pa
 
 from icestream.change import AT, OP, SEQ
+from icestream.formats.rows import Indices, Mask, Records
 from icestream.sources.completion import Completion, places_among
 from icestream.sources.kafka.consumer import Range
-from icestream.sources.kafka.rows import Indices, Mask, Records
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,11 +8,11 @@ from typing import Any
 
 from icestream.destination import Destination
 from icestream.errors import ConfigInvalid
+from icestream.formats.envelope import REGISTERED, ValueOptions
+from icestream.formats.registry import RegistryOptions
 from icestream.schema import parse_type
 from icestream.sources import Source
 from icestream.sources.cockroachdb.options import TopicsOptions
-from icestream.sources.kafka.envelope import REGISTERED, ValueOptions
-from icestream.sources.kafka.registry import RegistryOptions
 from icestream.sources.options import Opening, SourceOptions
 
 EARLIEST = "earliest"

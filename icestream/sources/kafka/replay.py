@@ -29,11 +29,11 @@ import pyarrow.compute as pc
 from icestream import dead_letters
 from icestream.change import OP, SEQ, Op
 from icestream.errors import IcestreamError
+from icestream.formats.rows import Indices, Mask, Records
 from icestream.frontier import Frontier, Position
 from icestream.sources import LettersTried, Targets, ValuesNeeded, joined_needs
 from icestream.sources.kafka.changes import replacing
 from icestream.sources.kafka.consumer import Range, read_range
-from icestream.sources.kafka.rows import Indices, Mask, Records
 from icestream.sources.kafka.split import (
     BATCH_BYTES,
     Partition,

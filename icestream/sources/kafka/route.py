@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 
 from icestream.change import Op
 from icestream.errors import ConfigInvalid
-from icestream.sources.kafka.rows import Field, Indices, Mask, Rows
+from icestream.formats.rows import Field, Indices, Mask, Rows
 
 REJECT = "reject"
 DROP = "drop"

@@ -19,16 +19,16 @@ from pyiceberg.types import IcebergType
 from icestream import dead_letters
 from icestream.change import Op
 from icestream.errors import DataRejected
+from icestream.formats.decoding import decoded
+from icestream.formats.envelope import WHOLE_ROWS, ValueOptions
+from icestream.formats.registry import RegistryOptions
+from icestream.formats.rows import Decoded, Indices, Mask, Records, Rows
 from icestream.schema import Column, SchemaGap, TableShape, joined_columns, joined_shapes
 from icestream.sources import Need, SplitsLost, TablesUnready, Targets, ValuesNeeded
 from icestream.sources.kafka.changes import TableRows, not_stored, ordered, replacing, shape_of
 from icestream.sources.kafka.consumer import Range, read_range
-from icestream.sources.kafka.envelope import WHOLE_ROWS, ValueOptions
-from icestream.sources.kafka.formats import decoded
 from icestream.sources.kafka.held_back import Held, HeldBack, Opened
-from icestream.sources.kafka.registry import RegistryOptions
 from icestream.sources.kafka.route import Route
-from icestream.sources.kafka.rows import Decoded, Indices, Mask, Records, Rows
 from icestream.sources.named_columns import ColumnsSeen, NamedColumns
 
 BATCH_BYTES = 16 * 1024**2

@@ -33,6 +33,8 @@ from icestream.errors import (
     SchemaRejected,
     SourceUnavailable,
 )
+from icestream.formats.json_cells import lines, members
+from icestream.formats.json_columns import infer_type
 from icestream.frontier import START, Frontier
 from icestream.schema import Reads, SchemaGap
 from icestream.sources.cockroachdb import CockroachdbOptions
@@ -51,8 +53,6 @@ from icestream.sources.cockroachdb.hlc import (
     parse_hlc,
     resolved_of,
 )
-from icestream.sources.json_cells import lines, members
-from icestream.sources.json_columns import infer_type
 from tests.asking import EPOCH, remembered
 from tests.captures import FeedFolder
 from tests.changefeed import UNBOUNDED

@@ -13,13 +13,13 @@ from pyiceberg.types import LongType, NestedField, StringType
 from icestream import dead_letters
 from icestream.change import OP, SEQ, Op
 from icestream.errors import HistoryLost
+from icestream.formats.envelope import ValueOptions
+from icestream.formats.rows import Records
 from icestream.frontier import Frontier
 from icestream.sources.kafka import replay
 from icestream.sources.kafka.consumer import Range
-from icestream.sources.kafka.envelope import ValueOptions
 from icestream.sources.kafka.replay import LetterGroup, LetterSplit, by_partition, groups, order
 from icestream.sources.kafka.route import Route
-from icestream.sources.kafka.rows import Records
 from icestream.sources.kafka.split import Keys, Reading
 
 LETTERS = "t__dead_letters"

@@ -11,10 +11,10 @@ import pytest
 from pyiceberg.types import LongType, StringType
 
 from icestream.errors import SchemaRejected
+from icestream.formats.envelope import UNAVAILABLE_VALUE, ValueOptions
+from icestream.formats.registry import RegistryOptions
 from icestream.schema import Column, Reads, TableShape
 from icestream.sources.kafka.consumer import Range
-from icestream.sources.kafka.envelope import UNAVAILABLE_VALUE, ValueOptions
-from icestream.sources.kafka.registry import RegistryOptions
 from icestream.sources.kafka.split import TableChanges
 from icestream.sources.named_columns import refuse_gone
 from tests.property.kafka_reading import Destination, reading, records, split_of

@@ -7,6 +7,7 @@ import pytest
 
 from icestream.epoch import Epoch
 from icestream.errors import ConfigInvalid, DataRejected, HistoryLost, SourceUnavailable
+from icestream.formats.envelope import ValueOptions
 from icestream.frontier import START, Frontier
 from icestream.names import TableNames
 from icestream.schema import TableShape
@@ -14,7 +15,6 @@ from icestream.sources import Budget, CatchUp, Finish, kafka
 from icestream.sources.kafka import VALID_THROUGH, KafkaOptions, KafkaSource
 from icestream.sources.kafka.client import Topic
 from icestream.sources.kafka.consumer import PartitionStalled, Range
-from icestream.sources.kafka.envelope import ValueOptions
 from icestream.sources.kafka.route import Route
 from icestream.sources.kafka.split import Keys, RangeRead, RangesTooLarge, Reading
 from tests.asking import EPOCH, remembered

@@ -9,13 +9,13 @@ from pyiceberg.types import BinaryType, LongType, StringType
 from icestream import dead_letters
 from icestream.change import OP, Op
 from icestream.errors import DataRejected
+from icestream.formats import decoding as formats
+from icestream.formats.envelope import UNAVAILABLE_VALUE, ValueOptions
+from icestream.formats.rows import Records
 from icestream.schema import Column, TableShape, distinct_columns, grown, new_schema
 from icestream.sources import TablesUnready
-from icestream.sources.kafka import formats
 from icestream.sources.kafka import split as splits
-from icestream.sources.kafka.envelope import UNAVAILABLE_VALUE, ValueOptions
 from icestream.sources.kafka.route import Route
-from icestream.sources.kafka.rows import Records
 from icestream.sources.kafka.split import KafkaSplit
 from tests.property.kafka_reading import Destination, Row, reading, records, split_of
 

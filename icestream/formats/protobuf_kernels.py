@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from icestream.formats.columns import ABSENT, Slots, Words
+from icestream.formats.wire import Fault, restore, utf8, varint, zigzag
 from icestream.kernels import Bytes, kernel, load_word, part, pointer
-from icestream.sources.kafka.columns import ABSENT, Slots, Words
-from icestream.sources.kafka.wire import Fault, restore, utf8, varint, zigzag
 
 
 class Code(IntEnum):

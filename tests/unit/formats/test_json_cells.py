@@ -8,8 +8,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from icestream.sources import json_cells
-from icestream.sources.json_cells import (
+from icestream.formats import json_cells
+from icestream.formats.json_cells import (
     Cells,
     Kind,
     MalformedJson,

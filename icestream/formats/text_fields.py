@@ -9,8 +9,8 @@ import pyarrow.compute as pc
 from pyiceberg.types import IcebergType, StringType
 
 from icestream.errors import Broken
+from icestream.formats.rows import Field, Indices, Mask
 from icestream.schema import cast_text
-from icestream.sources.kafka.rows import Field, Indices, Mask
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -26,8 +26,8 @@ from google.protobuf.descriptor_pb2 import FileDescriptorProto, FileDescriptorSe
 from google.protobuf.descriptor_pool import DescriptorPool
 
 from icestream.errors import SchemaRejected, SourceUnavailable
-from icestream.sources.kafka.arrow_fields import ArrowField, iceberg_type
-from icestream.sources.kafka.columns import (
+from icestream.formats.arrow_fields import ArrowField, iceberg_type
+from icestream.formats.columns import (
     Form,
     Layout,
     Node,
@@ -38,16 +38,16 @@ from icestream.sources.kafka.columns import (
     struct_node,
     symbols_node,
 )
-from icestream.sources.kafka.payloads import Payloads, payloads_of
-from icestream.sources.kafka.protobuf_kernels import (
+from icestream.formats.payloads import Payloads, payloads_of
+from icestream.formats.protobuf_kernels import (
     DEPTH_MAX,
     Code,
     Tables,
     read_indexes,
     walk,
 )
-from icestream.sources.kafka.rows import Indices
-from icestream.sources.kafka.wire import rejections
+from icestream.formats.rows import Indices
+from icestream.formats.wire import rejections
 
 # A few messages can describe more columns than memory holds.
 FIELDS_MAX = 20_000

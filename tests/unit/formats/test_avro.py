@@ -22,7 +22,7 @@ from pyiceberg.types import (
 )
 
 from icestream.errors import SchemaRejected
-from icestream.sources.kafka.avro import decode
+from icestream.formats.avro import decode
 
 
 def number(value: int) -> bytes:

@@ -19,16 +19,16 @@ from pyiceberg.types import (
 
 from icestream.change import Op
 from icestream.errors import ConfigInvalid
-from icestream.schema import Column, arrow_schema, column_schema
-from icestream.sources.kafka.envelope import (
+from icestream.formats.envelope import (
     UNAVAILABLE_VALUE,
     ValueOptions,
     changes,
     decode,
     withheld,
 )
-from icestream.sources.kafka.rows import Decoded, Records
-from icestream.sources.kafka.text_fields import TextField
+from icestream.formats.rows import Decoded, Records
+from icestream.formats.text_fields import TextField
+from icestream.schema import Column, arrow_schema, column_schema
 
 Bytes = bytes | None
 SECRET = "hunter2-secret"

@@ -18,8 +18,8 @@ import pyarrow.compute as pc
 from pyiceberg.types import IcebergType, ListType, MapType, StructType
 
 from icestream.errors import Broken, SchemaRejected
-from icestream.schema import cast_text, united
-from icestream.sources.json_cells import (
+from icestream.formats.connect import ConnectSchema, convert, iceberg_type, parse_schema
+from icestream.formats.json_cells import (
     WIDTH_MAX,
     Cells,
     Kind,
@@ -31,9 +31,9 @@ from icestream.sources.json_cells import (
     items,
     members,
 )
-from icestream.sources.json_columns import infer_nested_type, kinds_in
-from icestream.sources.kafka.connect import ConnectSchema, convert, iceberg_type, parse_schema
-from icestream.sources.kafka.rows import Field, Indices, Mask
+from icestream.formats.json_columns import infer_nested_type, kinds_in
+from icestream.formats.rows import Field, Indices, Mask
+from icestream.schema import cast_text, united
 
 Schemas = tuple[ConnectSchema | None, ...]
 Numbers = npt.NDArray[np.int32]

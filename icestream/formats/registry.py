@@ -24,9 +24,9 @@ import urllib3
 from urllib3.exceptions import HTTPError, SSLError
 
 from icestream.errors import ConfigInvalid, SourceUnavailable, keep_secret
+from icestream.formats.payloads import Payloads
+from icestream.formats.rows import Indices
 from icestream.kernels import Bytes
-from icestream.sources.kafka.payloads import Payloads
-from icestream.sources.kafka.rows import Indices
 
 HEADER_BYTES = 5
 MAGIC = 0

@@ -33,10 +33,10 @@ from pyiceberg.types import (
 )
 
 from icestream.errors import SchemaRejected
+from icestream.formats.connect import iceberg_type, parse_schema
+from icestream.formats.json_cells import values
+from icestream.formats.json_fields import JsonField, with_schemas
 from icestream.schema import Column, arrow_schema, column_schema
-from icestream.sources.json_cells import values
-from icestream.sources.kafka.connect import iceberg_type, parse_schema
-from icestream.sources.kafka.json_fields import JsonField, with_schemas
 
 TIME = "io.debezium.time."
 DATA = "io.debezium.data."

@@ -9,7 +9,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from pyiceberg.types import BinaryType, DecimalType, LongType, StringType, TimestamptzType
 
 from icestream.errors import SchemaRejected
-from icestream.sources.kafka.protobuf import decode
+from icestream.formats.protobuf import decode
 
 HEAD = 'syntax = "proto3";\n'
 LISTS = "message I { repeated int32 x = 1; }"

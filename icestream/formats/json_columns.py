@@ -21,8 +21,8 @@ from pyiceberg.types import (
     StructType,
 )
 
+from icestream.formats.json_cells import Cells, Kind, MalformedJson, items, members
 from icestream.schema import infer_number
-from icestream.sources.json_cells import Cells, Kind, MalformedJson, items, members
 
 # An object with more names than this has data for names, and is kept as text.
 STRUCT_FIELDS_MAX = 1000

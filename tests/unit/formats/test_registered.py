@@ -4,8 +4,8 @@ import json
 
 import pyarrow as pa
 
-from icestream.sources.kafka.registered import decode
-from icestream.sources.kafka.registry import Registry, RegistryOptions
+from icestream.formats.registered import decode
+from icestream.formats.registry import Registry, RegistryOptions
 from tests.registry import StandInRegistry
 
 PROTO = """syntax = "proto3"; package shop; import "money.proto";

@@ -23,9 +23,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyiceberg.types import IcebergType, ListType, MapType, NestedField, StringType, StructType
 
+from icestream.formats.payloads import Payloads
+from icestream.formats.rows import Indices, Mask
 from icestream.kernels import WORD_BYTES, Bytes, kernel, load_word, pointer, store_word
-from icestream.sources.kafka.payloads import Payloads
-from icestream.sources.kafka.rows import Indices, Mask
 
 Words = npt.NDArray[np.int64]
 # What kernels see of a store: words, where each slot begins, room and number of entries by domain.

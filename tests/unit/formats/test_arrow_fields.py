@@ -34,8 +34,8 @@ from pyiceberg.types import (
 )
 
 from icestream.errors import SchemaRejected
+from icestream.formats.arrow_fields import ArrowField, arrow_field
 from icestream.schema import arrow_schema
-from icestream.sources.kafka.arrow_fields import ArrowField, arrow_field
 
 EVERYTHING = pa.struct(
     [

@@ -14,10 +14,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from icestream.sources.kafka.envelope import ValueOptions
-from icestream.sources.kafka.formats import decoded
-from icestream.sources.kafka.registry import RegistryOptions
-from icestream.sources.kafka.rows import Records
+from icestream.formats.decoding import decoded
+from icestream.formats.envelope import ValueOptions
+from icestream.formats.registry import RegistryOptions
+from icestream.formats.rows import Records
 from tests.registry import StandInRegistry
 
 CONTRADICTION = "the record's key and its value do not agree about column id"

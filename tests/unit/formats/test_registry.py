@@ -6,8 +6,8 @@ import pyarrow as pa
 import pytest
 
 from icestream.errors import ConfigInvalid, SourceUnavailable
-from icestream.sources.kafka.payloads import payloads_of
-from icestream.sources.kafka.registry import Registry, RegistryOptions, UnknownSchema, framed
+from icestream.formats.payloads import payloads_of
+from icestream.formats.registry import Registry, RegistryOptions, UnknownSchema, framed
 from tests.registry import StandInRegistry
 
 

@@ -39,8 +39,8 @@ from pyiceberg.types import (
 )
 
 from icestream.errors import SchemaRejected, check
+from icestream.formats.rows import Field, Indices, Mask
 from icestream.schema import cast_text
-from icestream.sources.kafka.rows import Field, Indices, Mask
 
 _DECIMAL_DIGITS_MAX = 38
 # A whole number of 64 bits has at most as many digits.

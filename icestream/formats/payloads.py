@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
+from icestream.formats.rows import Indices, Mask
 from icestream.kernels import Bytes
-from icestream.sources.kafka.rows import Indices, Mask
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

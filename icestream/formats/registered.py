@@ -8,11 +8,11 @@ import numpy as np
 import pyarrow as pa
 
 from icestream.errors import SchemaRejected
-from icestream.sources.kafka import avro, protobuf
-from icestream.sources.kafka.arrow_fields import ArrowField
-from icestream.sources.kafka.payloads import Payloads, payloads_of
-from icestream.sources.kafka.registry import RegisteredSchema, Registry, framed
-from icestream.sources.kafka.rows import Indices
+from icestream.formats import avro, protobuf
+from icestream.formats.arrow_fields import ArrowField
+from icestream.formats.payloads import Payloads, payloads_of
+from icestream.formats.registry import RegisteredSchema, Registry, framed
+from icestream.formats.rows import Indices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

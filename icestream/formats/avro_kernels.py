@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from icestream.kernels import Bytes, kernel, load_word, part, pointer
-from icestream.sources.kafka.columns import ABSENT, Slots, Words
-from icestream.sources.kafka.wire import (
+from icestream.formats.columns import ABSENT, Slots, Words
+from icestream.formats.wire import (
     Fault,
     decimal,
     restore,
@@ -21,6 +20,7 @@ from icestream.sources.kafka.wire import (
     within,
     zigzag,
 )
+from icestream.kernels import Bytes, kernel, load_word, part, pointer
 
 # Items without bytes (of type null, or of records without fields) could be claimed without end.
 EMPTY_ITEMS_MAX = 256

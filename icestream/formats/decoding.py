@@ -12,13 +12,13 @@ import numpy as np
 import pyarrow as pa
 
 from icestream.errors import ConfigInvalid
-from icestream.sources.json_cells import invalid_utf8
-from icestream.sources.kafka import registered
-from icestream.sources.kafka.arrow_fields import ArrowField, arrow_field
-from icestream.sources.kafka.envelope import REGISTERED, ValueOptions, changes, decode
-from icestream.sources.kafka.registered import Portion
-from icestream.sources.kafka.registry import Registry, RegistryOptions
-from icestream.sources.kafka.rows import Decoded, Records, Rows
+from icestream.formats import registered
+from icestream.formats.arrow_fields import ArrowField, arrow_field
+from icestream.formats.envelope import REGISTERED, ValueOptions, changes, decode
+from icestream.formats.json_cells import invalid_utf8
+from icestream.formats.registered import Portion
+from icestream.formats.registry import Registry, RegistryOptions
+from icestream.formats.rows import Decoded, Records, Rows
 
 
 def decoded(

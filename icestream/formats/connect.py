@@ -40,14 +40,14 @@ from pyiceberg.types import (
     UUIDType,
 )
 
-from icestream.schema import cast_text
-from icestream.sources.json_cells import Cells, Kind, members
-from icestream.sources.kafka.binary_texts import (
+from icestream.formats.binary_texts import (
     DECIMAL_DIGITS_MAX,
     decimal_texts,
     decimals,
     decoded_bytes,
 )
+from icestream.formats.json_cells import Cells, Kind, members
+from icestream.schema import cast_text
 
 DECIMAL = "org.apache.kafka.connect.data.Decimal"
 VARIABLE_SCALE_DECIMAL = "io.debezium.data.VariableScaleDecimal"

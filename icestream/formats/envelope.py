@@ -21,11 +21,11 @@ from pyiceberg.types import ListType, MapType, NestedField
 
 from icestream.change import Op
 from icestream.errors import ConfigInvalid, SchemaRejected
+from icestream.formats.json_cells import Cells, Kind, invalid_utf8, values
+from icestream.formats.json_fields import TOO_MANY_NAMES, JsonField, with_schemas
+from icestream.formats.rows import Decoded, Field, Indices, Mask, Records, Rows
+from icestream.formats.text_fields import TextField
 from icestream.schema import arrow_schema
-from icestream.sources.json_cells import Cells, Kind, invalid_utf8, values
-from icestream.sources.kafka.json_fields import TOO_MANY_NAMES, JsonField, with_schemas
-from icestream.sources.kafka.rows import Decoded, Field, Indices, Mask, Records, Rows
-from icestream.sources.kafka.text_fields import TextField
 
 Ops = npt.NDArray[np.int8]
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from icestream.formats.columns import ABSENT, DECIMAL_DIGITS_MAX, Words
 from icestream.kernels import WORD_BYTES, Bytes, load_word, part
-from icestream.sources.kafka.columns import ABSENT, DECIMAL_DIGITS_MAX, Words
 
 
 class Fault(IntEnum):

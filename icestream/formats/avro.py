@@ -27,9 +27,9 @@ from pyiceberg.types import (
 )
 
 from icestream.errors import SchemaRejected
-from icestream.sources.kafka.arrow_fields import ArrowField, iceberg_type
-from icestream.sources.kafka.avro_kernels import STEP_SIZE, Code, Program, walk
-from icestream.sources.kafka.columns import (
+from icestream.formats.arrow_fields import ArrowField, iceberg_type
+from icestream.formats.avro_kernels import STEP_SIZE, Code, Program, walk
+from icestream.formats.columns import (
     DECIMAL_DIGITS_MAX,
     Form,
     Layout,
@@ -41,8 +41,8 @@ from icestream.sources.kafka.columns import (
     struct_node,
     symbols_node,
 )
-from icestream.sources.kafka.payloads import Payloads, payloads_of
-from icestream.sources.kafka.wire import rejections
+from icestream.formats.payloads import Payloads, payloads_of
+from icestream.formats.wire import rejections
 
 # A schema of a few named types can describe more columns than memory holds.
 STEPS_MAX = 20_000

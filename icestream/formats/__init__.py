@@ -1,0 +1,17 @@
+"""Record formats: the bytes of records become columns, whatever brought the records here.
+
+A record passes these modules from top to bottom:
+
+| module | promise |
+|---|---|
+| `decoding` | in which format records are, and which decoder reads them |
+| `envelope` | what records mean: plain rows or Debezium's changes |
+| `registry`, `registered`, `payloads` | schemas of a registry, and records grouped by theirs |
+| `json_cells`, `json_columns`, `json_fields` | JSON as cells, their types, and fields of records |
+| `connect`, `binary_texts` | JSON with Kafka Connect's schemas, and its bytes and exact numbers |
+| `avro`, `protobuf` with their kernels | schemas as programs or tables that compiled loops run |
+| `wire`, `columns`, `arrow_fields` | what both of these share: values, words, fields |
+| `rows`, `text_fields` | what all formats answer with: records, rows and fields |
+
+Nothing here knows a source. Kafka and CockroachDB use it.
+"""
