@@ -29,8 +29,6 @@ from pyiceberg.types import IcebergType
 from icestream import dead_letters
 from icestream.epoch import Epoch
 from icestream.errors import ConfigInvalid, DataRejected, HistoryLost, IcestreamError
-from icestream.formats.envelope import REGISTERED, ValueOptions
-from icestream.formats.registry import RegistryOptions
 from icestream.formats.rows import Indices
 from icestream.frontier import Frontier, Position
 from icestream.names import TableNames
