@@ -165,8 +165,9 @@ class _KeyTwice(Exception):
 class _EachKeyOnce(yaml.SafeLoader):
     """YAML forbids a key that comes twice; the library would take the last."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """The map, of which each key was written once; what is merged in by `<<` may differ."""
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """The map as it was written, each key once; what `<<` merges in later is no matter."""
+        node: yaml.MappingNode = super().compose_mapping_node(anchor)
         lines: dict[str, int] = {}
         for key_node, _ in node.value:
             if isinstance(key_node, yaml.ScalarNode):
@@ -174,7 +175,7 @@ class _EachKeyOnce(yaml.SafeLoader):
                 if key in lines:
                     raise _KeyTwice(key, line, lines[key])
                 lines[key] = line
-        return super().construct_mapping(node, deep)
+        return node
 
 
 def parse(document: object, names: Sequence[str] = (), first: bool = False) -> Config:

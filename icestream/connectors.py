@@ -6,7 +6,7 @@ imports nothing of Kafka.
 
 import importlib
 import pkgutil
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from icestream.options import unknown
 from icestream.sinks.options import SinkOptions
@@ -29,7 +29,13 @@ class Register(Generic[T]):
     def _folders(self) -> list[pkgutil.ModuleInfo]:
         places = importlib.import_module(self._package).__path__
         folders = [each for each in pkgutil.iter_modules(places) if each.ispkg]
-        return [each for each in folders if any(map(_has_options, _within(each)))]
+        return [each for each in folders if any(map(_has_options, self._within(each)))]
+
+    def _within(self, folder: pkgutil.ModuleInfo) -> list[pkgutil.ModuleInfo]:
+        """The modules of a folder, which may lie in an archive; nothing is imported for it."""
+        finder: Any = folder.module_finder
+        spec = finder.find_spec(f"{self._package}.{folder.name}")
+        return list(pkgutil.iter_modules(spec.submodule_search_locations))
 
     def options(self, kind: str, place: str = "the register") -> type[T]:
         """The options of a kind; raises `ConfigInvalid` when there is none of that name."""
@@ -43,17 +49,12 @@ class Register(Generic[T]):
     def import_all(self) -> None:
         """Import all modules of all folders, for a process that others are forked from."""
         for folder in self._folders():
-            for module in _within(folder):
+            for module in self._within(folder):
                 importlib.import_module(f"{self._package}.{folder.name}.{module.name}")
 
     def add(self, kind: str, options: type[T]) -> None:
         """Add a connector that lies elsewhere, for this process."""
         self._added[kind] = options
-
-
-def _within(folder: pkgutil.ModuleInfo) -> list[pkgutil.ModuleInfo]:
-    place = getattr(folder.module_finder, "path", "")
-    return list(pkgutil.iter_modules([f"{place}/{folder.name}"]))
 
 
 def _has_options(module: pkgutil.ModuleInfo) -> bool:

@@ -70,7 +70,7 @@ def checked(hint: Any, given: object, place: str) -> Any:
 
 def checked_map(given: object, place: str) -> dict[str, str]:
     """A map of texts; raises as `taken` does."""
-    found: dict[str, str] = checked(_wanted(Mapping[str, str]), given, place)
+    found: dict[str, str] = checked(_texts_by_key(), given, place)
     return found
 
 
@@ -115,6 +115,11 @@ def parts(kind: type) -> Iterator[tuple[str, type]]:
 
 
 @cache
+def _texts_by_key() -> Any:
+    return _wanted(Mapping[str, str])
+
+
+@cache
 def _adapter(hint: Any) -> TypeAdapter[Any]:
     return TypeAdapter(hint)
 
@@ -135,7 +140,7 @@ def _of_dataclass(kind: type) -> Any:
         keys,
         AfterValidator(lambda values: kind(**values)),
         BeforeValidator(
-            lambda given: _map({} if given is None else given, "map of options"),
+            lambda given: _keyed_by_text({} if given is None else given, "map of options"),
             json_schema_input_type=keys | None,
         ),
     ]
@@ -164,7 +169,7 @@ def _wanted(hint: Any, metadata: Mapping[str, Any] = types.MappingProxyType({}))
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         return _of_dataclass(hint)
     if _is_map(origin):
-        as_text = BeforeValidator(lambda given: {str(k): v for k, v in _map(given).items()})
+        as_text = BeforeValidator(lambda given: _keyed_by_text(given, "map"))
         return Annotated[dict[str, _wanted(arguments[1])], as_text]  # type: ignore[misc]
     if isinstance(origin, type) and issubclass(origin, Sequence):
         return _list(_wanted(arguments[0]), arguments[0] is str)
@@ -193,8 +198,11 @@ def _list(item: Any, of_texts: bool) -> Any:
     return Annotated[items, WithJsonSchema({"anyOf": [{"type": "string"}, texts]})]
 
 
-def _map(given: object, wanted: str = "map") -> Mapping[Any, Any]:
-    return given if isinstance(given, Mapping) else _refuse(f"must be a {wanted}")
+def _keyed_by_text(given: object, wanted: str) -> dict[str, Any]:
+    """The map with keys as texts: YAML takes `on` for a truth value, and `1` for a number."""
+    if not isinstance(given, Mapping):
+        _refuse(f"must be a {wanted}")
+    return {str(key): value for key, value in given.items()}
 
 
 def _one_of(choices: Sequence[Any], value: object) -> object:

@@ -77,7 +77,8 @@ def content_key() -> str:
     texts = {path: path.read_bytes() for path in sorted(_PACKAGE.rglob("*.py"))}
     chosen = {path for path in texts if path.parent == Path(__file__).parent}
     for path, content in texts.items():
-        text = content.decode()
+        # A file that an archiver left beside the modules need not be text.
+        text = content.decode(errors="replace")
         if _COMPILED.search(text):
             chosen |= {path, *map(_file_of, _IMPORTED.findall(text))}
     found = hashlib.blake2b(f"{numba.__version__} {CHECKED}".encode())

@@ -301,6 +301,33 @@ def test_a_map_that_is_merged_in_may_have_keys_of_its_own(tmp_path):
     assert [each.cadence.commit_interval for each in load(path).pipelines] == [1.0, 2.0]
 
 
+def test_a_map_that_was_merged_may_be_merged_again_further_out(tmp_path):
+    """U3: what counts is how a map was written, not what it becomes while others are built."""
+    path = tmp_path / "pipelines.yaml"
+    path.write_text(
+        "a:\n"
+        "  source: {cockroachdb: &feed {<<: &base {files: x}, files: y}}\n"
+        "  sink: {iceberg: {}}\n"
+        "b:\n"
+        "  source:\n"
+        "    cockroachdb: {<<: *feed}\n"
+        "  sink: {iceberg: {}}\n"
+    )
+    assert [each.source.files for each in load(path).pipelines] == ["y", "y"]
+
+
+@pytest.mark.parametrize("key", ["on", "1", "~"])
+def test_a_key_that_yaml_does_not_take_for_a_text_is_an_unknown_one(key, tmp_path):
+    """U3: `on` is a truth value in YAML, and still no option."""
+    path = tmp_path / "pipelines.yaml"
+    path.write_text(
+        f"a: {{source: {{cockroachdb: {{files: x, {key}: 1}}}}, sink: {{iceberg: {{}}}}}}\n"
+    )
+    with pytest.raises(ConfigInvalid, match=r"unknown key `\w+` in a\.source") as caught:
+        load(path)
+    assert "files" in str(caught.value.hint)
+
+
 @pytest.mark.parametrize(
     ("text", "seconds"),
     [
