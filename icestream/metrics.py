@@ -6,12 +6,15 @@ coordinator (`add`). Only counters can be added up. A gauge or histogram that a 
 refused: its value would be lost.
 """
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import prometheus_client
 
 from icestream.errors import check
+
+log = logging.getLogger(__name__)
 
 Counts = Mapping[tuple[str, tuple[str, ...]], float]
 """How much was counted, by the name of a counter and its labels."""
@@ -39,7 +42,10 @@ def taken() -> Counts:
 def add(counts: Counts) -> None:
     """Add what workers have counted to this process's counters."""
     for (name, labels), amount in counts.items():
-        counter = _counters[name]
+        counter = _counters.get(name)
+        if counter is None:
+            log.warning("workers count %s, which the coordinator does not have", name)
+            continue
         (counter.labels(*labels) if labels else counter).inc(amount)
 
 

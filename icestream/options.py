@@ -200,9 +200,8 @@ def _list(item: Any, of_texts: bool) -> Any:
 
 def _keyed_by_text(given: object, wanted: str) -> dict[str, Any]:
     """The map with keys as texts: YAML takes `on` for a truth value, and `1` for a number."""
-    if not isinstance(given, Mapping):
-        _refuse(f"must be a {wanted}")
-    return {str(key): value for key, value in given.items()}
+    found = given if isinstance(given, Mapping) else _refuse(f"must be a {wanted}")
+    return {str(key): value for key, value in found.items()}
 
 
 def _one_of(choices: Sequence[Any], value: object) -> object:

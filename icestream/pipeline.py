@@ -21,7 +21,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableSequence, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -280,8 +280,9 @@ class Pipeline:
 
         Tells what became of them. Without any nothing is claimed, and a running pipeline goes on.
         """
-        self._watched(partial(self._try_letters, table, as_is))
-        return self._source.tried() if isinstance(self._source, TakesLetters) else ()
+        tried: list[LettersTried] = []
+        self._watched(partial(self._try_letters, table, as_is, tried))
+        return tried
 
     def _watched(self, work: Callable[[], None]) -> None:
         """Work, show how it ends, and let the source go."""
@@ -313,7 +314,10 @@ class Pipeline:
         self._take_over()
         self._stream(once)
 
-    def _try_letters(self, table: str | None, as_is: bool) -> None:
+    def _try_letters(
+        self, table: str | None, as_is: bool, tried: MutableSequence[LettersTried]
+    ) -> None:
+        """Try letters again; what became of those of the groups so far is in `tried`."""
         source = self._source
         if not isinstance(source, TakesLetters):
             return
@@ -327,6 +331,7 @@ class Pipeline:
             epoch = self._mint(self._durable, letters.after(self._durable))
             plan = self._retry(partial(self._source.plan, epoch))
             self._settle(epoch, plan, self._write(epoch, plan))
+            tried[:] = source.tried()
 
     def _found(self) -> tuple[Mapping[str, Progress], Resume]:
         """What the tables that are there remember; the source is told of them."""
@@ -381,7 +386,7 @@ class Pipeline:
         self._durable = resume.at
         behind = resume.unfinished or self._fed(resume.replays) or self._without_history(progress)
         try:
-            return not behind and not self._retry(partial(self._source.available, resume.at))
+            return not behind and not self._retry(partial(self._source.available, resume.at, None))
         except HistoryLost:
             # Another run may have moved on since the tables were read; a claim settles it.
             return False
@@ -603,7 +608,7 @@ class Pipeline:
             self._pending.clear()
         elif not self._pending and not busy and (once or self._is_time(lower)):
             self._looked_at = time.monotonic()
-            self._pending.extend(self._retry(partial(self._source.available, lower)))
+            self._pending.extend(self._retry(partial(self._source.available, lower, None)))
             self._show(State.RUNNING)
             if not self._pending:
                 self._observe_lag()

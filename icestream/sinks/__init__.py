@@ -80,8 +80,10 @@ class Sink(Protocol):
     """Where changes go. Used by the coordinator alone.
 
     The loop's thread calls one method after the other. Threads of epochs call theirs one at a time,
-    beside the loop's thread; `prepare` is called for several tables at once. Where a method may
-    raise passing trouble (`Retryable`, `CommitUnknown`), the loop waits and calls it again.
+    beside the loop's thread, but for `stored`, which may come beside any other; `prepare` is called
+    for several tables at once. While a start finishes or replays epochs, the loop's thread is the
+    thread of these epochs. Where a method may raise passing trouble (`Retryable`, `CommitUnknown`),
+    the loop waits and calls it again.
 
     `Evolves` and `LooksUpRows` are what some sinks can do beyond this.
     """

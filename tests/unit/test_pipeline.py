@@ -1476,7 +1476,7 @@ def test_a_running_pipeline_waits_for_its_source_and_is_stalled_meanwhile():
     states: list[tuple[object, object]] = []
     available = scene.source.available
 
-    def watched(lower: Frontier) -> Sequence[Frontier]:
+    def watched(lower: Frontier, purpose: object) -> Sequence[Frontier]:
         health = pipeline.health.to_json()
         states.append((health["state"], (health["error"] or {}).get("message")))
         return available(lower)

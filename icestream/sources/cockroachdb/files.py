@@ -438,6 +438,7 @@ class CockroachdbFiles(Changefeed):
         self._written: set[str] = set()
         # A listing of everything, kept while a start asks for one table after the other.
         self._whole: _Listing | None = None
+        self._resumed = False
         self._filesystem, self._folder = filesystem(options.files, options.storage)
 
     def tables(self) -> Sequence[str]:
@@ -471,7 +472,12 @@ class CockroachdbFiles(Changefeed):
         """Tables that lack rows which the folder still has are read from there.
 
         A table is fed when `tables` names it; the files that are known now may be the newest alone.
+        Asked again after the claim, the folder is listed anew: until then another run may have
+        gone past the first file of a table that it did not want.
         """
+        if self._resumed:
+            self._files, self._whole = {}, None
+        self._resumed = True
         places = {
             table: self._read_from(table, remembered.upper(table), remembered.durable)
             for table in self.tables()

@@ -22,6 +22,7 @@ that snapshot may be there, and nobody knows which.
 import json
 import logging
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -126,7 +127,8 @@ class IcebergSource(Source):
         self._followed: dict[str, _Followed] = {}
         self._shapes: dict[str, TableShape] = {}
         self._heads: dict[str, Position] = {}
-        self._times: dict[tuple[str, int], int] = {}
+        # When each snapshot of a table that may be waited for was made, by sequence numbers.
+        self._times: defaultdict[str, dict[int, int]] = defaultdict(dict)
         self._looked_for_shared: set[str] = set()
         self._bars: dict[str, tuple[tqdm, Sequence[int]]] = {}
 
@@ -212,12 +214,10 @@ class IcebergSource(Source):
         """Time from the durable snapshot to the newest, of the table that is behind most."""
         lags = []
         for each in self._followed.values():
-            numbers = [number for name, number in self._times if name == each.name]
-            at = durable[each.partition]
-            mine = self._times.get((each.name, at[0])) if at else None
-            if numbers and mine is not None:
-                newest = self._times[each.name, max(numbers)]
-                lags.append((newest - mine) / _MILLISECONDS)
+            times, at = self._times[each.name], durable[each.partition]
+            mine = times.get(at[0]) if at else None
+            if mine is not None:
+                lags.append((times[max(times)] - mine) / _MILLISECONDS)
         return max(lags, default=None)
 
     def ack(self, durable: Frontier) -> None:
@@ -226,9 +226,9 @@ class IcebergSource(Source):
             at = durable[each.partition]
             if not at:
                 continue
-            for name, number in list(self._times):
-                if name == each.name and number < at[0]:
-                    del self._times[name, number]
+            times = self._times[each.name]
+            for number in [number for number in times if number < at[0]]:
+                del times[number]
             bar, sizes = self._bars.get(each.name, (None, ()))
             if bar is not None:
                 bar.update(sum(sizes[: at[2]] if at[1] == _LOADING else sizes) - bar.n)
@@ -275,7 +275,7 @@ class IcebergSource(Source):
         if each.changelog.identifiers_now() != each.changelog.identifiers:
             raise _called_otherwise(each.name, BY_PLACE, each.changelog.identifiers_now())
         if head is not None:
-            self._times[each.name, head.sequence_number] = head.time_ms
+            self._times[each.name][head.sequence_number] = head.time_ms
         if at == MINIMUM:
             if head is None or each.options.disable_export:
                 number = head.sequence_number if head else _BEFORE_ALL
@@ -292,7 +292,7 @@ class IcebergSource(Source):
             history.at(branch, rest[0])
         newer = self._newer(each, number)
         for snapshot in newer:
-            self._times[each.name, snapshot.sequence_number] = snapshot.time_ms
+            self._times[each.name][snapshot.sequence_number] = snapshot.time_ms
         return [*loading, *_aimed(number, rest, newer, self._steps)]
 
     def _steps(self, ahead: Sequence[Snapshot]) -> list[Sequence[Snapshot]]:
@@ -308,7 +308,7 @@ class IcebergSource(Source):
 
     def _load_positions(self, each: _Followed, snapshot: Snapshot, done: int) -> list[Position]:
         """Groups of files of about `load_bytes`, and last the end of the load."""
-        self._times[each.name, snapshot.sequence_number] = snapshot.time_ms
+        self._times[each.name][snapshot.sequence_number] = snapshot.time_ms
         sizes = each.changelog.history.files(snapshot).sizes
         self._show(each, sizes, done)
         positions: list[Position] = []

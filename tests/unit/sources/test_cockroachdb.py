@@ -484,6 +484,18 @@ def test_history_is_what_files_began_before_a_frontier(tmp_path):
     assert [*feed_source.resume(remembered(durable=after(at(10)))).behind] == ["old"]
 
 
+def test_what_comes_until_the_claim_is_history_of_a_table_that_is_added(tmp_path):
+    """E7: the run that was overtaken went past the table's first file, and did not want it."""
+    writer = feed(tmp_path)
+    writer.data("old", [wrapped(1, 11, name="a")], at(10))
+    writer.resolved(at(20))
+    feed_source = source(tmp_path)
+    assert "late" not in feed_source.resume(remembered(durable=after(at(20)))).behind
+    writer.data("late", [wrapped(1, 21, name="a")], at(20))
+    writer.resolved(at(30))
+    assert "late" in feed_source.resume(remembered(durable=after(at(30)))).behind
+
+
 # The listing
 
 
