@@ -7,7 +7,7 @@ import pytest
 from pyiceberg.types import BinaryType, LongType, StringType
 
 from icestream import dead_letters
-from icestream.change import OP, Op
+from icestream.change import AT, OP, SEQ, Op, fold
 from icestream.errors import DataRejected
 from icestream.formats import decoding as formats
 from icestream.formats.envelope import UNAVAILABLE_VALUE, ValueOptions
@@ -402,3 +402,22 @@ def test_many_records_with_a_name_each_are_bounded_too():
     taken(destination, batch, value=ValueOptions(envelope="upsert", columns_max=100))
     assert destination.ids() == [*range(99), 5_000]
     assert len(reasons(destination)) == 3_000 - 99
+
+
+def test_the_four_records_of_the_guide_become_a_row_two_deletes_and_a_letter():
+    """U9, K3: the numbers of "The way of a record" in ARCHITECTURE.md."""
+    cut_short = ({"id": 3}, b'{"op": "c", "aft')
+    told = [event("c", id=1, amount=5), event("u", id=1, amount=7), event("d", id=2, amount=3)]
+    split = split_of({("orders", 0): [records(*told, cut_short, first=100)]})
+    columns = [Column(name=name, type=LongType()) for name in ("id", "amount")]
+    orders = Destination(orders=TableShape(columns=columns, key=["id"]))
+    found = dict(split.changes(orders))
+    places = [found["orders"].column(name).to_pylist() for name in (OP, AT, SEQ)]
+    assert places == [[Op.UPSERT, Op.UPSERT, Op.DELETE], [100, 101, 102], [100, 101, 102]]
+    folded = fold(found["orders"], ["id"])
+    assert folded.kept.select(["id", "amount"]).to_pylist() == [{"id": 1, "amount": 7}]
+    assert folded.deleted.to_pylist() == [{"id": 1}, {"id": 2}]
+    (letter,) = found[dead_letters.table_of("orders")].to_pylist()
+    assert letter[dead_letters.POSITION] == "orders/0/103"
+    assert letter["error"].startswith("the record's value is not JSON: ")
+    assert letter[OP] == Op.INSERT
