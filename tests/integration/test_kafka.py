@@ -28,6 +28,7 @@ from icestream.errors import (
 )
 from icestream.frontier import Frontier
 from icestream.pipeline import Pipeline
+from icestream.sources import Purpose
 from tests.integration.pipelines import Document, Shell, assert_refused
 from tests.integration.topics import NAMESPACE, PIPELINE, created, deleted, updated
 from tests.registry import StandInRegistry
@@ -233,8 +234,8 @@ def wait_for_looks(pipeline: Pipeline) -> Callable[[], bool]:
     source, looks = pipeline._source, []
     ask = source.available
 
-    def available(lower: Frontier) -> Sequence[Frontier]:
-        found = ask(lower)
+    def available(lower: Frontier, purpose: Purpose | None) -> Sequence[Frontier]:
+        found = ask(lower, purpose)
         looks.append(found)
         return found
 

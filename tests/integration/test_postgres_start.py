@@ -166,7 +166,7 @@ def test_keyless_table_that_an_earlier_version_copied_without_rows(
     tables = ["public.one", "public.log"]
     # Earlier versions did not note in a table that it was copied without rows.
     with monkeypatch.context() as earlier:
-        earlier.setattr(PostgresSource, "milestone", lambda self, epoch: False)
+        earlier.setattr(PostgresSource, "_ends_a_copy", lambda self, epoch: False)
         world.run(tables, cadence={"heartbeat_interval": 0})
     assert not world.lake.epochs("shop.log")
     if rows == "rows since":
