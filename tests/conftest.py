@@ -26,7 +26,11 @@ settings.load_profile("icestream")
 # Tests handle few rows, and a JVM spends more on its best compiler than on them. Spark's launcher
 # reads these variables, so they hold for the session of the tests and for every `icestream` that
 # a test starts; the product's own settings are left as they are.
-SMALL_JVM = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -XX:-UsePerfData -Xshare:auto"
+# Without room for all compiled code the JVM would throw some away, and compile it again.
+SMALL_JVM = (
+    "-XX:TieredStopAtLevel=1 -XX:ReservedCodeCacheSize=256m -XX:+UseSerialGC -XX:-UsePerfData "
+    "-Xshare:auto"
+)
 os.environ.setdefault("SPARK_SUBMIT_OPTS", SMALL_JVM)
 os.environ.setdefault("SPARK_LAUNCHER_OPTS", SMALL_JVM)
 # Spark keeps the code of a hundred queries and compiles the others again whenever they come.
