@@ -13,6 +13,7 @@ import pytest
 from hypothesis import settings
 from pyspark.sql import SparkSession
 
+from icestream import failpoints
 from icestream.samples.postgres import EmbeddedPostgres
 from icestream.spark import session
 from tests.lake import Lake
@@ -56,6 +57,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         folder = Path(str(item.path)).relative_to(Path(__file__).parent).parts[0]
         if folder in ("unit", "property", "integration", "faults"):
             item.add_marker(folder)
+
+
+@pytest.fixture(autouse=True)
+def passes_are_counted_anew() -> None:
+    """A failpoint counts for the life of a process, and other tests have run in it."""
+    failpoints._passes.clear()
 
 
 @pytest.fixture(scope="session")
