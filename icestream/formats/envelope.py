@@ -39,9 +39,9 @@ USUAL_OPERATIONS = {
     **dict.fromkeys(("u", "update"), "update"),
     **dict.fromkeys(("d", "delete"), "delete"),
 }
-# What Debezium sends in place of a value that the database did not tell.
 # Wider tables are slow for every reader; who has them knows it.
 COLUMNS_MAX = 1_000
+# What Debezium sends in place of a value that the database did not tell.
 UNAVAILABLE_VALUE = "__debezium_unavailable_value"
 _NUMBER = r"^-?[0-9]{1,38}(\.[0-9]{1,30})?([eE][+-]?[0-9]{1,2})?$"
 _WIDE = pa.decimal256(76, 30)

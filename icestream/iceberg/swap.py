@@ -40,18 +40,18 @@ def prepare(
     branch: str,
     files: Sequence[FileClosed],
     entries: summaries.Entries,
-    emptied: bool = False,
+    truncated: bool = False,
 ) -> Prepared:
     """Write the manifests of one snapshot and build the metadata that shows it.
 
-    With `emptied` all that the branch holds is gone in that snapshot but these files.
+    With `truncated` all that the branch holds is gone in that snapshot but these files.
     """
     base = head.metadata
     if not swap_rule():
         base = handle.java.operations().refresh()
     # Nothing is committed yet when the manifests cannot be written: that outcome is known.
     with as_unavailable(f"could not write the manifests of table {handle.name}"):
-        snapshot = _apply(handle, branch, files, entries.summary, emptied)
+        snapshot = _apply(handle, branch, files, entries.summary, truncated)
         parent = latest(base, branch)
         if snapshot.parentId() != (parent.snapshotId() if parent else None):
             raise CommitConflict(f"the head of table {handle.name} moved before the swap")
@@ -133,11 +133,11 @@ def _apply(
     branch: str,
     files: Sequence[FileClosed],
     summary: Mapping[str, str],
-    emptied: bool,
+    truncated: bool,
 ) -> Any:
     """Write the manifests of one snapshot; rows that are all removed need no delete file."""
-    added = [file for file in files if file.kind == DATA] if emptied else files
-    update, add_data = _update(handle, added, emptied)
+    added = [file for file in files if file.kind == DATA] if truncated else files
+    update, add_data = _update(handle, added, truncated)
     jackson = handle.jvm.org.apache.iceberg.shaded.com.fasterxml.jackson
     mapper = jackson.databind.ObjectMapper()
     # A table may be partitioned by a number that is none, or infinite.
@@ -153,9 +153,9 @@ def _apply(
     return update.toBranch(branch).apply()
 
 
-def _update(handle: TableHandle, files: Sequence[FileClosed], emptied: bool) -> tuple[Any, str]:
+def _update(handle: TableHandle, files: Sequence[FileClosed], truncated: bool) -> tuple[Any, str]:
     """The kind of update that these files need, and its method that takes a data file."""
-    if emptied:
+    if truncated:
         everything = handle.jvm.org.apache.iceberg.expressions.Expressions.alwaysTrue()
         return handle.java.newOverwrite().overwriteByRowFilter(everything), "addFile"
     if any(file.kind != DATA for file in files):

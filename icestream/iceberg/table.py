@@ -70,14 +70,14 @@ class Table:
         branch: str,
         files: Sequence[FileClosed],
         entries: summaries.Entries,
-        emptied: bool = False,
+        truncated: bool = False,
     ) -> int:
         """Make one snapshot of these files visible, if the table still is as `head` saw it.
 
         The pipeline's tag moves in the same swap. Raises `CommitConflict` when the catalog refused
         it and `CommitUnknown` when the answer was lost. Nothing is deleted in either case.
         """
-        return self.swap(self.prepare(head, branch, files, entries, emptied))
+        return self.swap(self.prepare(head, branch, files, entries, truncated))
 
     def prepare(
         self,
@@ -85,13 +85,13 @@ class Table:
         branch: str,
         files: Sequence[FileClosed],
         entries: summaries.Entries,
-        emptied: bool = False,
+        truncated: bool = False,
     ) -> Prepared:
         """Write the manifests of one snapshot and build the metadata that shows it.
 
-        With `emptied` all that the branch holds is gone in that snapshot but these files.
+        With `truncated` all that the branch holds is gone in that snapshot but these files.
         """
-        return prepare(self._handle, head, branch, files, entries, emptied)
+        return prepare(self._handle, head, branch, files, entries, truncated)
 
     def swap(self, prepared: Prepared) -> int:
         """Replace the metadata that was checked by the prepared one; returns the snapshot's id."""

@@ -42,7 +42,7 @@ UNPARTITIONED = '{"spec-id":0,"fields":[]}'
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """One commit; `paths` are the files it added, `emptied` says that no older one stays.
+    """One commit; `paths` are the files it added, `truncated` says that no older one stays.
 
     `schema_id` is the schema that they were written with, `sequence` the commit's place in time.
     """
@@ -52,7 +52,7 @@ class Snapshot:
     operation: str
     summary: Mapping[str, str]
     paths: Sequence[str]
-    emptied: bool = False
+    truncated: bool = False
     schema_id: int | None = None
     sequence: int = 0
 
@@ -346,9 +346,9 @@ class MemoryTable:
         branch: str,
         files: Sequence[FileClosed],
         entries: summaries.Entries,
-        emptied: bool = False,
+        truncated: bool = False,
     ) -> int:
-        prepared = self.prepare(head, branch, files, entries, emptied)
+        prepared = self.prepare(head, branch, files, entries, truncated)
         what = f"{_told(entries.summary)} in {self.name}"
         self._wire.send(lambda: self._lake.swap([prepared]), CommitUnknown, what)
         return prepared.snapshot_id
@@ -359,7 +359,7 @@ class MemoryTable:
         branch: str,
         files: Sequence[FileClosed],
         entries: summaries.Entries,
-        emptied: bool = False,
+        truncated: bool = False,
     ) -> Prepared:
         snapshot = Snapshot(
             id=self._lake.next_id(),
@@ -367,7 +367,7 @@ class MemoryTable:
             operation="overwrite" if any(f.kind != "data" for f in files) else "append",
             summary=dict(entries.summary),
             paths=[file.path for file in files],
-            emptied=emptied,
+            truncated=truncated,
             schema_id=next((file.schema_id for file in files), None),
         )
         return Prepared(

@@ -883,8 +883,8 @@ class World:
     def _current(self, table: str) -> list[Snapshot]:
         """The snapshots since all older rows of the table were removed."""
         history = self._history(table)
-        emptied = [number for number, snapshot in enumerate(history) if snapshot.emptied]
-        return history[emptied[-1] :] if emptied else history
+        truncated = [number for number, snapshot in enumerate(history) if snapshot.truncated]
+        return history[truncated[-1] :] if truncated else history
 
     def _rows(self, snapshot: Snapshot) -> list[int]:
         return [row for path in snapshot.paths for row in self.files[path].rows]
@@ -944,7 +944,7 @@ class World:
             upper, timeline = at(progress.upper)
             if lower < end or progress.epoch <= number or progress.generation < generation:
                 self.problems.append("epochs out of order")
-            first = 0 if snapshot.emptied else lower
+            first = 0 if snapshot.truncated else lower
             if not {*self._rows(snapshot)} <= {*self.stream.rows(owner, first, upper, timeline)}:
                 self.problems.append("a snapshot holds other changes than its epoch")
             end, number, generation = upper, progress.epoch, progress.generation
@@ -1020,15 +1020,14 @@ def in_process(rng: random.Random, stage: Stage, weather: Weather) -> Iterator[N
         owner = stage.current() if thread_name_prefix == "epoch" else None
         return SeededExecutor(stage, rng, owner)
 
-    commit, threads = icestream.sinks.iceberg.commit, Threading(stage)
+    sink = icestream.sinks.iceberg.__name__
+    modules = [icestream.pipeline, *(m for n, m in sys.modules.items() if n.startswith(sink))]
+    seeded = {"ThreadPoolExecutor": executor, "threading": Threading(stage)}
     changed: list[tuple[Any, str, Any]] = [
-        (icestream.pipeline, "ThreadPoolExecutor", executor),
         (icestream.pipeline, "wait", partial(wait, stage)),
         (icestream.patience, "RETRY_SECONDS", 0.0),
-        (icestream.sinks.iceberg, "ThreadPoolExecutor", executor),
+        *((m, name, value) for m in modules for name, value in seeded.items() if hasattr(m, name)),
     ]
-    modules = (icestream.pipeline, icestream.sinks.iceberg, commit)
-    changed += [(m, "threading", threads) for m in modules if hasattr(m, "threading")]
     if weather.large_frontiers:
         changed.append((summaries, "SUMMARY_BYTES_MAX", 1))
         if not weather.roll_back:

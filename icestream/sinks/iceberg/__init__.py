@@ -221,7 +221,7 @@ class IcebergSink:
         self._states[table].handle.remember(name, value)
 
     def evolve(self, table: str, columns: Sequence[Column]) -> None:
-        """Let the table take these columns of the source; see `Sink.evolve`."""
+        """Let the table take these columns of the source; see `Evolves.evolve`."""
         state = self._states[table]
         before = state.source_names()
         noted = SCHEMA_PROPERTY if own_schema(state) else None
@@ -328,7 +328,7 @@ class IcebergSink:
     def stored(
         self, table: str, keys: pa.Table, columns: Sequence[str], before: Frontier | None = None
     ) -> pa.Table:
-        """The branch's rows under these keys, by the source's names; see `Sink.stored`."""
+        """The branch's rows under these keys, by the source's names; see `LooksUpRows.stored`."""
         if self._read_rows is None:
             raise Broken("the sink was given no way to read rows")
         past = None if before is None else Past(pipeline=self._pipeline, before=before)
@@ -525,9 +525,9 @@ class IcebergSink:
         writer = written.writer
         target = writer.targets.get(table) if isinstance(writer, IcebergWriter) else None
         new = replace(new, schema_id=target.schema_id if target else None)
-        emptied = table in written.truncated
+        truncated = table in written.truncated
         # Where no older row stays there is nothing to delete.
-        kept = [file for file in files if not emptied or file.kind == DATA]
+        kept = [file for file in files if not truncated or file.kind == DATA]
         return Commit(
             table=table,
             branch=self._options.branch,
@@ -536,7 +536,7 @@ class IcebergSink:
             files=kept,
             written_for=(target.uuid, target.schema_id, target.spec_id) if target else None,
             labels=written.labels,
-            emptied=emptied,
+            truncated=truncated,
         )
 
     def _progress_of(self, epoch: Epoch, tables: Collection[str]) -> Progress:

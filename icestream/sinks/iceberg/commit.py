@@ -61,7 +61,7 @@ class CommitTable(ClaimTable, Protocol):
         branch: str,
         files: Sequence[FileClosed],
         entries: summaries.Entries,
-        emptied: bool = False,
+        truncated: bool = False,
     ) -> int: ...
 
     def prepare(
@@ -70,7 +70,7 @@ class CommitTable(ClaimTable, Protocol):
         branch: str,
         files: Sequence[FileClosed],
         entries: summaries.Entries,
-        emptied: bool = False,
+        truncated: bool = False,
     ) -> Any: ...
 
 
@@ -88,7 +88,7 @@ class Each(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:
-    """One epoch for one table, ready to be published; `emptied` removes all older rows.
+    """One epoch for one table, ready to be published; `truncated` removes all older rows.
 
     `recount` corrects what a table that carries the epoch says of the epoch's tables; it has no
     files.
@@ -101,7 +101,7 @@ class Commit:
     files: Sequence[FileClosed]
     written_for: tuple[str, int, int] | None
     labels: Mapping[str, str]
-    emptied: bool = False
+    truncated: bool = False
     recount: bool = False
 
     @property
@@ -130,7 +130,7 @@ def publish_epoch(table: CommitTable, commit: Commit) -> Committed:
     def swap(heads: Mapping[str, Head]) -> dict[str, int]:
         head, entries = heads[commit.table], _entries(commit)
         failpoints.reach(failpoints.BEFORE_PUBLISH)
-        snapshot_id = table.publish(head, commit.branch, commit.files, entries, commit.emptied)
+        snapshot_id = table.publish(head, commit.branch, commit.files, entries, commit.truncated)
         failpoints.reach(failpoints.AFTER_PUBLISH)
         return {commit.table: snapshot_id}
 
@@ -156,7 +156,9 @@ def publish_together(
         def prepare(table: str, head: Head) -> Any:
             commit = commits[table]
             entries = _entries(commit)
-            return tables[table].prepare(head, commit.branch, commit.files, entries, commit.emptied)
+            return tables[table].prepare(
+                head, commit.branch, commit.files, entries, commit.truncated
+            )
 
         prepared = each(heads, prepare)
         failpoints.reach(failpoints.BEFORE_PUBLISH)

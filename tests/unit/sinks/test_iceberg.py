@@ -543,7 +543,7 @@ def test_an_emptied_table_commits_without_files_and_without_deletes():
         "a": [],
         "b": ["b-2.parquet"],
     }
-    assert all(head.emptied for head in heads.values())
+    assert all(head.truncated for head in heads.values())
     assert {head.summary[summaries.EPOCH_TABLES] for head in heads.values()} == {"2"}
     assert {head.summary[summaries.DELETE_FILES] for head in heads.values()} == {"0"}
 
