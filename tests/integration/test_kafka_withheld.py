@@ -231,7 +231,7 @@ def test_an_epoch_that_only_some_tables_took_is_finished_alike(topics, monkeypat
         if place == failpoints.BEFORE_SWAP and failpoints.AFTER_WRITE in seen:
             frame = inspect.currentframe()
             assert frame is not None and frame.f_back is not None
-            if str(frame.f_back.f_locals["self"].name).endswith("__dead_letters"):
+            if str(frame.f_back.f_locals["handle"].name).endswith("__dead_letters"):
                 raise MemoryError("the coordinator dies here")
         seen.append(place)
 
