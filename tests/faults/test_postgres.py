@@ -1,4 +1,7 @@
-"""Kill -9 of a pipeline that copies and follows PostgreSQL: at every place, and at random."""
+"""A pipeline that copies and follows PostgreSQL dies: at every place, and at random.
+
+Everywhere by a crash in this process, at the swap by kill -9 of a real one.
+"""
 
 from collections.abc import Callable, Iterator
 
@@ -14,6 +17,7 @@ MakeVictim = Callable[..., DatabaseVictim]
 # Chosen for what they hold: kills in the copy and in the stream.
 SEED = 4
 KILLS = 2
+CRASHES = 4
 
 
 @pytest.fixture(scope="module")
@@ -54,17 +58,39 @@ def test_a_copy_that_crashes_everywhere_loses_and_doubles_nothing(make_victim: M
     die_everywhere_in_the_copy(make_victim(here=True))
 
 
+def test_a_stream_that_crashes_everywhere_loses_and_doubles_nothing(make_victim: MakeVictim):
+    """P6, E3: the slot moves only behind the commit, so what a crash leaves undone comes again."""
+    die_everywhere_in_the_stream(make_victim(here=True))
+
+
+def test_random_crashes_lose_and_double_nothing(make_victim: MakeVictim):
+    """P3, P6, X5: in the copy and after it, repeatable by the seed."""
+    assert play(make_victim(here=True), SEED, CRASHES)
+
+
+def test_kill_9_at_the_swap_loses_and_doubles_nothing(make_victim: MakeVictim):
+    """P3, P6, E3: a process and its JVM die around a swap, in the copy and in the stream."""
+    victim = make_victim(here=False)
+    with victim.changing(seed=3):
+        victim.run_until_killed(failpoints.BEFORE_PUBLISH, 2)
+        victim.run_until_killed(failpoints.AFTER_PUBLISH, 2)
+    victim.finish()
+    victim.assert_equal()
+
+
 @pytest.mark.long(kept_by="test_a_copy_that_crashes_everywhere_loses_and_doubles_nothing")
 def test_a_copy_that_is_killed_everywhere_loses_and_doubles_nothing(make_victim: MakeVictim):
-    """P3, P4: whatever was committed stays, the rest is read again beside the stream."""
+    """P3, P4: the same places, by kill -9."""
     die_everywhere_in_the_copy(make_victim(here=False))
 
 
+@pytest.mark.long(kept_by="test_a_stream_that_crashes_everywhere_loses_and_doubles_nothing")
 def test_a_stream_that_is_killed_everywhere_loses_and_doubles_nothing(make_victim: MakeVictim):
-    """P6, E3: the slot moves only behind the commit, so what a kill leaves undone comes again."""
+    """P6, E3: the same places, by kill -9."""
     die_everywhere_in_the_stream(make_victim(here=False))
 
 
+@pytest.mark.long(kept_by="test_random_crashes_lose_and_double_nothing")
 def test_random_kills_lose_and_double_nothing(make_victim: MakeVictim):
     """P3, P6, X5: repeatable by the seed; `python -m tests.faults.kills` plays as many as asked."""
     assert play(make_victim(here=False), SEED, KILLS)
