@@ -37,8 +37,8 @@ class SinkOptions(Protocol):
 
     @classmethod
     def from_url(cls, url: str) -> Self:
-        """The options that a text says; only asked of a sink with a `url_form`."""
-        raise NotImplementedError
+        """The options that a text says. A sink with a `url_form` has its own; others refuse."""
+        raise ConfigInvalid(f"{cls.__name__} cannot be read from one text", hint="Write a map.")
 
     def destination(self) -> Destination:
         """What a source may want to know of the tables."""

@@ -47,9 +47,8 @@ Arm = Callable[[str], None]
 @pytest.fixture(autouse=True)
 def toys(monkeypatch: pytest.MonkeyPatch) -> None:
     """The toys are added as CONTRIBUTING.md tells."""
-    # Other tests of this process shall not meet them.
-    monkeypatch.setattr(SOURCES, "_added", {})
-    monkeypatch.setattr(SINKS, "_added", {})
+    monkeypatch.setattr(SOURCES, "_added", {})  # other tests of this process shall not meet them
+    monkeypatch.setattr(SINKS, "_added", {})  # here neither
     SOURCES.add("counter", CounterOptions)
     SINKS.add("folder", FolderOptions)
 

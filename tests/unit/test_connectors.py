@@ -34,6 +34,14 @@ def test_a_kind_that_is_not_there_is_refused_with_the_nearest_one():
     assert "Did you mean `postgres`?" in caught.value.hint
 
 
+def test_a_sink_that_no_text_describes_refuses_one():
+    """U3: only a sink with a form of its own is written as a URL."""
+    options = SINKS.options("opensearch")
+    assert not options.url_form
+    with pytest.raises(ConfigInvalid, match="cannot be read from one text"):
+        options.from_url("opensearch://somewhere")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToyOptions(SourceOptions):
     """Options of a source that lies in a test."""
@@ -42,15 +50,14 @@ class ToyOptions(SourceOptions):
     wait: float = field(default=1.0, metadata={"doc": "How long.", "unit": "duration"})
 
     def open(self, opening: Opening):
-        """Nothing is opened here."""
-        raise NotImplementedError
+        """No test of this file opens it."""
+        raise AssertionError("the toy is never opened")
 
 
 @pytest.fixture
 def toy(monkeypatch):
     added: dict[str, type] = {}
-    # Other tests of this process shall not meet it.
-    monkeypatch.setattr(SOURCES, "_added", added)
+    monkeypatch.setattr(SOURCES, "_added", added)  # other tests of this process shall not meet it
     SOURCES.add("toy", ToyOptions)
 
 

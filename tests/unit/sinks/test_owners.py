@@ -400,8 +400,7 @@ class Counting(MemoryCatalog):
 
 def test_strangers_are_looked_at_once_and_an_unreadable_one_stops_nobody(monkeypatch, caplog):
     """I16, Mend a6: one that may not be read, or is broken, is passed over with a warning."""
-    # A broken table never comes back: waiting for it would only cost time.
-    monkeypatch.setattr(own_tables, "UNREADABLE_PAUSES", (0.0,))
+    monkeypatch.setattr(own_tables, "UNREADABLE_PAUSES", (0.0,))  # it never comes back: no wait
     lake = Lake()
     owned = sink(lake)
     owned.claim(["a"])
