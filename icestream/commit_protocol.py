@@ -37,6 +37,7 @@ from icestream.errors import (
     ProgressLost,
     TargetUnavailable,
 )
+from icestream.patience import Bridge
 
 K = TypeVar("K")
 H = TypeVar("H")
@@ -45,6 +46,9 @@ R_co = TypeVar("R_co", covariant=True)
 
 Failed = Callable[[IcestreamError], None]
 """Told of an attempt that failed; returns for another one, or raises."""
+
+# A conflict is settled by another try at once. This many mean a rival that is always faster.
+CONFLICTS_MAX = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,6 +149,28 @@ def insist(attempt: Callable[[bool], R], failed: Failed) -> R:
         except (CommitConflict, CommitUnknown, TargetUnavailable) as error:
             failed(error)
         attempted = True
+
+
+def bounded(noted: Failed | None = None, conflicts_max: int = CONFLICTS_MAX) -> Failed:
+    """Ends attempts that fail too often; `noted` is told of each.
+
+    A conflict is tried again at once. After a lost answer, or none, a moment is waited; a
+    destination that stays silent is waited for by the pipeline, which calls again.
+    """
+    bridge, conflicts = Bridge(), 0
+
+    def failed(error: IcestreamError) -> None:
+        nonlocal conflicts
+        if noted is not None:
+            noted(error)
+        if not isinstance(error, CommitConflict):
+            bridge.wait(error)
+            return
+        conflicts += 1
+        if conflicts >= conflicts_max:
+            raise error
+
+    return failed
 
 
 def published(found: Progress | None, move: Move, attempted: bool) -> bool:

@@ -1,12 +1,21 @@
 """How passing trouble is waited out: one rule for every part of a pipeline.
 
-A part that is away (source, registry, catalog, storage, OpenSearch) is asked again, at intervals
-that grow from half a second to half a minute. A running pipeline does so without end; a single run
-(`--once`) gives up after `TRIES_MAX` tries in a row, or after `ONCE_SECONDS_MAX`, whichever is
-first. What an operator must decide is no passing trouble and never comes here.
+| who | class | how long |
+|---|---|---|
+| the loop | `Patience` | without end; with `--once` `TRIES_MAX` or `ONCE_SECONDS_MAX` |
+| all below it, workers too | `Bridge` | `PAUSES_SECONDS`, within `BRIDGED_SECONDS_MAX` |
+| who waits for what others do | `Deadline` | the time given: this is no retry, nothing has failed |
 
-Trouble is told in the log when it begins, again at growing intervals, and when it ends. While there
-is any the pipeline is stalled. A run that is stopped does not wait to the end of a pause.
+**The loop.** A part that is away (source, registry, catalog, storage, OpenSearch) is asked again,
+at intervals that grow from half a second to half a minute. A single run (`--once`) gives up after
+so many tries in a row, or so many seconds, whichever is first. Trouble is told in the log when it
+begins, again at growing intervals, and when it ends. While there is any the pipeline is stalled. A
+run that is stopped does not wait to the end of a pause.
+
+**Below the loop.** A moment of trouble is bridged where it is met. What lasts is raised to the
+loop: a worker could not tell that it waits, and would not hear that the run is stopped.
+
+What an operator must decide is no passing trouble and never comes here.
 """
 
 import logging
@@ -29,6 +38,12 @@ ONCE_SECONDS_MAX = 120.0
 # Who reads the log later sees that it lasts; who watches it is not flooded.
 TOLD_AGAIN_SECONDS = 60.0
 TOLD_AGAIN_SECONDS_MAX = 3600.0
+# Below the loop: the pauses between tries, and when the last try may begin. The first one is short
+# because a lost answer is most often looked up with success; all of them take under five seconds.
+PAUSES_SECONDS = (0.1, 0.3, 0.6, 1.2, 2.4)
+BRIDGED_SECONDS_MAX = 5.0
+# Between two looks at what others do.
+POLL_SECONDS = 0.05
 
 
 class Stopped(Exception):
@@ -85,9 +100,8 @@ class Patience:
         if self.bounded and (trouble.tries >= TRIES_MAX or since >= ONCE_SECONDS_MAX):
             trouble.given_up = True
             raise error
-        # Several pipelines that lost the same server do not come back in the same moment.
         pause = min(RETRY_SECONDS_MAX, RETRY_SECONDS * 2 ** min(trouble.tries - 1, DOUBLINGS_MAX))
-        if self._stop.wait(pause * random.uniform(0.5, 1.0)):
+        if self._stop.wait(_scattered(pause)):
             raise self._given_up(trouble) from error
 
     def tell(self, trouble: Trouble, error: IcestreamError) -> None:
@@ -120,3 +134,58 @@ class Patience:
     def _given_up(self, trouble: Trouble) -> Stopped:
         trouble.given_up = True
         return Stopped()
+
+
+class Bridge:
+    """Tries again for a moment, below the loop; then the trouble is the loop's.
+
+    `tries` counts all failures that were met.
+    """
+
+    def __init__(self) -> None:
+        self.tries = 0
+        self._failures = 0
+        self._deadline: Deadline | None = None
+
+    def wait(self, error: IcestreamError) -> None:
+        """Pause before the next try; raises the error when the time for it is over."""
+        self.tries += 1
+        self._failures += 1
+        if self._deadline is None:
+            self._deadline = Deadline(BRIDGED_SECONDS_MAX)
+        if self._failures > len(PAUSES_SECONDS) or self._deadline.passed:
+            raise error
+        time.sleep(_scattered(PAUSES_SECONDS[self._failures - 1]))
+
+    def refresh(self) -> None:
+        """Something went on: the next failure is a first one."""
+        self._failures, self._deadline = 0, None
+
+
+class Deadline:
+    """The end of a wait for what others do; nothing has failed, and so nothing is tried again."""
+
+    def __init__(self, seconds: float):
+        self._at = time.monotonic() + seconds
+
+    @property
+    def passed(self) -> bool:
+        """Whether the time is over."""
+        return time.monotonic() > self._at
+
+    def look_again(self) -> bool:
+        """Whether to look again, after a short pause; not when the time is over."""
+        if self.passed:
+            return False
+        time.sleep(POLL_SECONDS)
+        return True
+
+
+def let_pass(seconds: float) -> None:
+    """Wait for a time that must have passed, whatever happens meanwhile."""
+    time.sleep(seconds)
+
+
+def _scattered(pause: float) -> float:
+    """Several that lost the same server do not come back in the same moment."""
+    return pause * random.uniform(0.5, 1.0)

@@ -135,6 +135,7 @@ def give_up_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patience, "TRIES_MAX", 2)  # trouble in these tests passes by nobody's wait
     monkeypatch.setattr(patience, "RETRY_SECONDS", 0.01)  # so a pause would only cost time
     monkeypatch.setattr(patience, "RETRY_SECONDS_MAX", 0.2)  # also where a run has no end
+    monkeypatch.setattr(patience, "PAUSES_SECONDS", (0.01, 0.02))  # the same below the loop
 
 
 def assert_refused(answer: Answer, code: int, *texts: str) -> None:

@@ -6,11 +6,11 @@ from typing import TypeVar
 import pytest
 from pyspark.sql import SparkSession
 
+from icestream import patience
 from icestream.epoch import Epoch
 from icestream.errors import CommitUnknown, Fenced, NeedsOperator, Retryable
 from icestream.frontier import START, Frontier
 from icestream.sinks import Sink, Written
-from icestream.sinks.opensearch import client
 from tests.integration.destinations import SHAPE, Destination, LakeTable, Rows, SearchIndex
 from tests.lake import Lake
 from tests.proxy import Proxy
@@ -28,7 +28,7 @@ def make(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, spark: SparkSession, lake: Lake
 ) -> Iterator[Callable[[], Destination]]:
     """Makes an empty destination, as often as it is called."""
-    monkeypatch.setattr(client, "BACKOFF_SECONDS", 0.01)  # a busy cluster's pauses cost only time
+    monkeypatch.setattr(patience, "PAUSES_SECONDS", (0.01,) * 5)  # longer ones cost only time
     number = 0
 
     def made() -> Destination:

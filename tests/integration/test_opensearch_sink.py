@@ -24,6 +24,7 @@ from pyiceberg.types import (
     TimestamptzType,
 )
 
+from icestream import patience
 from icestream.change import AT, OP, Op
 from icestream.epoch import Epoch, resume_point
 from icestream.errors import (
@@ -43,7 +44,6 @@ from icestream.sinks.opensearch import (
     OpenSearchOptions,
     OpenSearchSink,
     OpenSearchWriter,
-    client,
 )
 from tests.proxy import Proxy
 from tests.servers import OpenSearch, wait_until
@@ -71,7 +71,7 @@ def proxy(node: OpenSearch) -> Iterator[Proxy]:
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pauses between requests are short."""
     # Nobody needs to wait as long as a busy cluster does.
-    monkeypatch.setattr(client, "BACKOFF_SECONDS", 0.01)
+    monkeypatch.setattr(patience, "PAUSES_SECONDS", (0.01,) * 5)
 
 
 @pytest.fixture
@@ -786,8 +786,8 @@ def test_a_node_that_restarts_in_mid_write_delays_it(
     node: OpenSearch, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """O11: kill -9 of the node, and what it acknowledged is there."""
-    monkeypatch.setattr(client, "RETRY_SECONDS_MAX", 120.0)  # no loop is here to wait for the node
-    monkeypatch.setattr(client, "BACKOFF_SECONDS", 0.25)  # the product's own
+    monkeypatch.setattr(patience, "BRIDGED_SECONDS_MAX", 120.0)  # no loop is here to wait
+    monkeypatch.setattr(patience, "PAUSES_SECONDS", (0.5,) * 240)  # the node takes its time
     sink = started(proxy, bulk_documents_max=100)
     send(sink, changes(["before"]))
     killed = threading.Event()
@@ -996,8 +996,8 @@ def test_hosts_that_are_down_are_unavailable(
     node: OpenSearch, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """O11: a start without a cluster, and a commit that outlives one."""
-    # The trouble lasts for ever here; two minutes of it would prove no more.
-    monkeypatch.setattr(client, "RETRY_SECONDS_MAX", 0.2)
+    # The trouble lasts for ever here; some seconds of it would prove no more.
+    monkeypatch.setattr(patience, "BRIDGED_SECONDS_MAX", 0.2)
     sink = started(proxy)
     proxy.down()
     with pytest.raises(TargetUnavailable):

@@ -1026,6 +1026,7 @@ def in_process(rng: random.Random, stage: Stage, weather: Weather) -> Iterator[N
     changed: list[tuple[Any, str, Any]] = [
         (icestream.pipeline, "wait", partial(wait, stage)),
         (icestream.patience, "RETRY_SECONDS", 0.0),
+        (icestream.patience, "PAUSES_SECONDS", (0.0, 0.0)),
         *((m, name, value) for m in modules for name, value in seeded.items() if hasattr(m, name)),
     ]
     if weather.large_frontiers:

@@ -33,7 +33,7 @@ import pyarrow.parquet as pq
 
 from icestream import failpoints
 from icestream.change import fold
-from icestream.commit_protocol import Failed, Move, Subject, insist, publish
+from icestream.commit_protocol import Move, Subject, bounded, insist, publish
 from icestream.epoch import Epoch, Progress
 from icestream.errors import (
     CommitConflict,
@@ -50,7 +50,6 @@ from icestream.sinks.options import SinkOptions
 
 EPOCH, DELETED = "_epoch", "_deleted"
 # Who loses this often against others leaves the next try to the pipeline, which waits before it.
-CONFLICTS_MAX = 5
 NUMBER_DIGITS = 10
 
 
@@ -234,7 +233,7 @@ class FolderSink:
             self._heads.swap(head, new, {})
             return new
 
-        head = insist(attempt, _few_conflicts())
+        head = insist(attempt, bounded())
         self._generation = head.generation
         self._tables, self._fed = dict(head.tables), set(tables)
         failpoints.reach(failpoints.AFTER_CLAIM)
@@ -311,7 +310,7 @@ class FolderSink:
             )
             for name in files
         }
-        landed = publish(_Publishing(self._heads, new, written), moves, _few_conflicts())
+        landed = publish(_Publishing(self._heads, new, written), moves, bounded())
         self._tables.update(new)
         seconds = time.monotonic() - started
         return [
@@ -453,17 +452,6 @@ def _claimed(head: Head) -> Head:
         for name, table in head.tables.items()
     }
     return Head(number=head.number + 1, generation=generation, tables=tables)
-
-
-def _few_conflicts() -> Failed:
-    """Lets a conflict be tried again at once, a few times; all else is the pipeline's to wait."""
-    left = iter(range(CONFLICTS_MAX))
-
-    def failed(error: IcestreamError) -> None:
-        if not isinstance(error, CommitConflict) or next(left, None) is None:
-            raise error
-
-    return failed
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import pytest
 
 from icestream import patience
 from icestream.errors import SourceUnavailable, TargetUnavailable
-from icestream.patience import Patience, Stopped, Trouble
+from icestream.patience import Bridge, Deadline, Patience, Stopped, Trouble
 
 AWAY = TargetUnavailable("the catalog is away", hint="Look there.")
 
@@ -113,3 +113,60 @@ def test_a_run_that_is_stopped_does_not_wait_to_the_end_of_a_pause(monkeypatch):
     assert ended.wait(60)
     with pytest.raises(Stopped):
         waiting.wait(Trouble(), AWAY)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Time that passes only in pauses."""
+    clock = Clock()
+    monkeypatch.setattr(patience.time, "sleep", clock.wait)  # nobody waits for real seconds
+    monkeypatch.setattr(patience.time, "monotonic", clock)  # the time of these pauses
+    return clock
+
+
+def failures(bridge: Bridge) -> int:
+    """How often the trouble is bridged before it is raised."""
+    before = bridge.tries
+    with pytest.raises(TargetUnavailable, match="is away"):
+        for _ in range(500):
+            bridge.wait(AWAY)
+    return bridge.tries - before - 1
+
+
+def test_below_the_loop_a_moment_of_trouble_is_bridged_and_no_more(clock):
+    """E13, Mend f2: what lasts some seconds is told by the loop, which alone waits for it."""
+    assert failures(Bridge()) == len(patience.PAUSES_SECONDS)
+    assert all(
+        most / 2 <= pause <= most
+        for pause, most in zip(clock.pauses, patience.PAUSES_SECONDS, strict=True)
+    )
+    assert clock.now - 1000.0 <= patience.BRIDGED_SECONDS_MAX
+
+
+def test_tries_that_take_long_themselves_are_not_repeated_often(clock):
+    """E13, Mend f2: the time counts from the first failure."""
+    bridge = Bridge()
+    bridge.wait(AWAY)
+    clock.now += patience.BRIDGED_SECONDS_MAX
+    with pytest.raises(TargetUnavailable):
+        bridge.wait(AWAY)
+    assert bridge.tries == 2
+
+
+def test_what_goes_on_has_its_time_anew(clock):
+    """O11: a large load on a busy cluster ends only when nothing at all is taken."""
+    bridge = Bridge()
+    for _ in range(100):
+        bridge.wait(AWAY)
+        bridge.refresh()
+    assert failures(bridge) == len(patience.PAUSES_SECONDS)
+    assert bridge.tries == 101 + len(patience.PAUSES_SECONDS)
+
+
+def test_a_wait_for_what_others_do_ends_with_its_time(clock):
+    """E13: looks are some moments apart, and none comes after the time."""
+    deadline, looks = Deadline(1.0), 0
+    while deadline.look_again():
+        looks += 1
+    assert deadline.passed
+    assert looks == pytest.approx(1.0 / patience.POLL_SECONDS, abs=2)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 from icestream import failpoints, metrics
-from icestream.commit_protocol import Move, Subject, fenced, insist, publish
+from icestream.commit_protocol import Move, Subject, bounded, fenced, insist, publish
 from icestream.epoch import Progress, batch_id, table_id
 from icestream.errors import (
     CommitConflict,
@@ -32,11 +32,6 @@ log = logging.getLogger(__name__)
 K = TypeVar("K")
 V = TypeVar("V")
 R = TypeVar("R")
-
-# Conflicts are settled by trying again at once. A lost answer is looked up at once, too; a catalog
-# that is silent then is waited for by the pipeline, which calls again.
-CONFLICTS_MAX = 20
-SILENCES_MAX = 3
 
 
 class ClaimTable(Protocol):
@@ -172,16 +167,15 @@ def publish_together(
 def _publish(tables: "_Tables") -> dict[str, Committed]:
     commits = tables.commits
     started = time.monotonic()
-    attempts = _Attempts(", ".join(sorted(commits)))
 
-    def failed(error: IcestreamError) -> None:
+    def noted(error: IcestreamError) -> None:
+        _note(", ".join(sorted(commits)), error)
         if isinstance(error, CommitConflict):
             for table in commits:
                 metrics.COMMIT_CONFLICTS.labels(table).inc()
-        attempts.failed(error)
 
     moves = {table: commit.move for table, commit in commits.items()}
-    landed = publish(tables, moves, failed)
+    landed = publish(tables, moves, bounded(noted))
     return {
         table: _duplicate(commit, landed[table].head, started)
         if (snapshot_id := landed[table].result) is None
@@ -250,7 +244,7 @@ def publish_claim(table: ClaimTable, branch: str, claim: Progress, claim_id: str
         table.publish(head, branch, [], entries)
         return mine
 
-    return insist(attempt, _Attempts(name).failed)
+    return insist(attempt, bounded(lambda error: _note(name, error)))
 
 
 def refuse_rollback(head: Head, table: str, pipeline: str) -> None:
@@ -330,20 +324,5 @@ def _duplicate(commit: Commit, head: Head, started: float) -> Committed:
     )
 
 
-class _Attempts:
-    """Tries that failed; ends them when there were too many."""
-
-    def __init__(self, table: str):
-        self._table = table
-        self._conflicts = 0
-        self._silences = 0
-
-    def failed(self, error: IcestreamError) -> None:
-        """Return for another try, or raise the error."""
-        conflict = isinstance(error, CommitConflict)
-        self._conflicts += conflict
-        self._silences += not conflict
-        over = self._conflicts >= CONFLICTS_MAX or self._silences >= SILENCES_MAX
-        log.debug("commit attempt failed: %s", error, extra={"table": self._table})
-        if over:
-            raise error
+def _note(table: str, error: IcestreamError) -> None:
+    log.debug("commit attempt failed: %s", error, extra={"table": table})

@@ -5,7 +5,6 @@ its namespace that say they are its own (`owners`). Every other table is a stran
 """
 
 import logging
-import time
 from collections.abc import Mapping, Sequence
 
 from icestream.epoch import (
@@ -23,6 +22,7 @@ from icestream.iceberg.catalog import Catalog
 from icestream.iceberg.handle import TableName
 from icestream.iceberg.table import Table
 from icestream.names import ANY_TABLE
+from icestream.patience import Bridge
 from icestream.sinks.iceberg.options import IcebergSinkOptions
 from icestream.sinks.iceberg.owners import (
     Owner,
@@ -32,9 +32,6 @@ from icestream.sinks.iceberg.owners import (
 from icestream.sinks.iceberg.state import each
 
 log = logging.getLogger(__name__)
-
-# Seconds between tries to read a table that nobody named; then it is passed over.
-UNREADABLE_PAUSES = (0.5, 1.0)
 
 
 class OwnTables:
@@ -92,18 +89,21 @@ class OwnTables:
         pipeline's nevertheless, then its first change finds what it holds and stops: nothing is
         written twice.
         """
-        for pause in (*UNREADABLE_PAUSES, None):
+        try:
+            return self._load_listed(name)
+        except (Retryable, NeedsOperator) as error:
+            log.warning("table %s is passed over: %s", name, error, extra={"table": str(name)})
+            self._strangers.add(name)
+            self.unread[name] = error
+            return None
+
+    def _load_listed(self, name: TableName) -> Table | None:
+        bridge = Bridge()
+        while True:
             try:
                 return self._catalog.load_listed(name)
-            except (Retryable, NeedsOperator) as error:
-                problem: IcestreamError = error
-            if pause is None or isinstance(problem, NeedsOperator):
-                break
-            time.sleep(pause)
-        log.warning("table %s is passed over: %s", name, problem, extra={"table": str(name)})
-        self._strangers.add(name)
-        self.unread[name] = problem
-        return None
+            except Retryable as error:
+                bridge.wait(error)
 
     def refuse_unread(self, progress: Mapping[str, Progress]) -> None:
         """Raise for a table that could not be read and that the last epoch knew by its name."""

@@ -25,6 +25,7 @@ from urllib3.exceptions import (
 )
 
 from icestream.errors import CommitUnknown, ConfigInvalid, IcestreamError, TargetUnavailable
+from icestream.patience import Bridge
 from icestream.sinks.opensearch.options import OpenSearchOptions
 from icestream.sinks.opensearch.signing import (
     Credentials,
@@ -37,11 +38,6 @@ from icestream.sinks.opensearch.signing import (
 CONNECT_SECONDS_MAX = 10.0
 # A node under load answers a bulk request late; OpenSearch itself gives up after a minute.
 READ_SECONDS_MAX = 90.0
-# A moment of trouble is bridged where it is met. What lasts is told, and waited for, by the
-# pipeline: a worker could not say that it waits, and would not hear that the run is stopped.
-RETRY_SECONDS_MAX = 5.0
-BACKOFF_SECONDS = 0.25
-BACKOFF_SECONDS_MAX = 2.0
 REASON_CHARACTERS_MAX = 500
 # The coordinator prepares as many tables side by side.
 CONNECTIONS_KEPT = 8
@@ -49,6 +45,9 @@ CONNECTIONS_KEPT = 8
 OK, CREATED = 200, 201
 BAD_REQUEST, UNAUTHORIZED, FORBIDDEN, NOT_FOUND, CONFLICT, TOO_LARGE = 400, 401, 403, 404, 409, 413
 TOO_MANY_REQUESTS, SERVER_ERROR = 429, 500
+
+# How a sender bridges a moment of trouble.
+Patience = Bridge
 
 JSON = "application/json"
 LINES = "application/x-ndjson"
@@ -95,32 +94,6 @@ def _error(body: Any) -> tuple[str, str]:
     if isinstance(error, dict):
         return str(error.get("type", "")), str(error.get("reason", ""))
     return ("", "") if error is None else ("error", str(error))
-
-
-class Patience:
-    """Waits a moment between tries, and gives up when nothing has gone on for some seconds."""
-
-    def __init__(self) -> None:
-        self.tries = 0
-        self._pause = 0
-        self._deadline: float | None = None
-
-    def wait(self, error: IcestreamError) -> None:
-        """Pause before the next try; raises the error when the time for it is over."""
-        self.tries += 1
-        now = time.monotonic()
-        if self._deadline is None:
-            self._deadline = now + RETRY_SECONDS_MAX
-        pause = min(BACKOFF_SECONDS_MAX, BACKOFF_SECONDS * 2**self._pause)
-        pause *= random.uniform(0.5, 1.0)
-        self._pause += 1
-        if now + pause > self._deadline:
-            raise error
-        time.sleep(pause)
-
-    def refresh(self) -> None:
-        """Something went on: the time begins anew with the next failure."""
-        self._pause, self._deadline = 0, None
 
 
 class Client:

@@ -26,6 +26,7 @@ from pyiceberg.types import (
     TimestamptzType,
 )
 
+from icestream import patience
 from icestream.change import AT, OP, Op
 from icestream.errors import (
     Broken,
@@ -63,9 +64,7 @@ ODD_IDS = [
 def impatience(monkeypatch):
     """Pauses that nobody notices."""
     # Nobody needs to wait as long as a busy cluster does.
-    monkeypatch.setattr(client, "BACKOFF_SECONDS", 0.001)
-    monkeypatch.setattr(client, "BACKOFF_SECONDS_MAX", 0.01)
-    monkeypatch.setattr(client, "RETRY_SECONDS_MAX", 0.5)
+    monkeypatch.setattr(patience, "PAUSES_SECONDS", (0.001,) * 5)
 
 
 def changes(ids, version=7, deletes=(), documents=None):

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from icestream import dead_letters
+from icestream import dead_letters, patience
 from icestream.epoch import Progress
 from icestream.errors import (
     CommitConflict,
@@ -21,7 +21,7 @@ from icestream.iceberg.new_table import NewTable
 from icestream.iceberg.table import OWNER_PROPERTY
 from icestream.names import TableNames
 from icestream.schema import new_schema
-from icestream.sinks.iceberg import IcebergSink, own_tables
+from icestream.sinks.iceberg import IcebergSink
 from icestream.sinks.iceberg.options import IcebergSinkOptions, RouteOptions, TableOptions
 from icestream.sinks.iceberg.owners import Owner, TableToClaim
 from tests.property.memory import Lake, MemoryCatalog
@@ -400,7 +400,7 @@ class Counting(MemoryCatalog):
 
 def test_strangers_are_looked_at_once_and_an_unreadable_one_stops_nobody(monkeypatch, caplog):
     """I16, Mend a6: one that may not be read, or is broken, is passed over with a warning."""
-    monkeypatch.setattr(own_tables, "UNREADABLE_PAUSES", (0.0,))  # it never comes back: no wait
+    monkeypatch.setattr(patience, "PAUSES_SECONDS", (0.0,))  # it never comes back: no wait
     lake = Lake()
     owned = sink(lake)
     owned.claim(["a"])
@@ -420,7 +420,7 @@ def test_strangers_are_looked_at_once_and_an_unreadable_one_stops_nobody(monkeyp
 
 def test_a_table_of_ours_that_could_not_be_read_at_the_start_is_not_written_twice(monkeypatch):
     """I16, Mend a6: it was passed over, so where it stands is not known."""
-    monkeypatch.setattr(own_tables, "UNREADABLE_PAUSES", ())  # a second look would find it readable
+    monkeypatch.setattr(patience, "PAUSES_SECONDS", ())  # a second look would find it readable
     lake = Lake()
     first = sink(lake, route=BY_RECORDS)
     first.claim([])
@@ -446,7 +446,7 @@ def named_by_records(lake: Lake, **failing: Exception) -> IcebergSink:
 def test_a_start_waits_for_an_own_table_that_only_its_name_tells(monkeypatch, alone, problem):
     """I16, Mend, leftover: it may hold the last epoch, whose number would be used twice; so also
     when that was its first epoch and no other table has a part in it."""
-    monkeypatch.setattr(own_tables, "UNREADABLE_PAUSES", ())  # a second look would find it readable
+    monkeypatch.setattr(patience, "PAUSES_SECONDS", ())  # a second look would find it readable
     lake = Lake()
     first = sink(lake, route=BY_RECORDS)
     first.claim([])
@@ -468,7 +468,7 @@ def test_a_start_waits_for_an_own_table_that_only_its_name_tells(monkeypatch, al
 
 def test_a_strangers_unreadable_table_stops_nobody_though_one_of_ours_was_dropped(monkeypatch):
     """I16, Mend, leftover: the name tells it from a table that the last epoch knew."""
-    monkeypatch.setattr(own_tables, "UNREADABLE_PAUSES", ())  # it never comes back: no use to wait
+    monkeypatch.setattr(patience, "PAUSES_SECONDS", ())  # it never comes back: no use to wait
     lake = Lake()
     first = sink(lake, route=BY_RECORDS)
     first.claim([])
