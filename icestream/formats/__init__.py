@@ -8,6 +8,7 @@ A record passes these modules from top to bottom:
 | `envelope` | what records mean: plain rows or Debezium's changes |
 | `registry`, `registered`, `payloads` | schemas of a registry, and records grouped by theirs |
 | `json_cells`, `json_columns`, `json_fields` | JSON as cells, their types, and fields of records |
+| `json_grammar`, `json_cutting` | kernels that check JSON, and those that cut what was checked |
 | `connect`, `binary_texts` | JSON with Kafka Connect's schemas, and its bytes and exact numbers |
 | `avro`, `protobuf` with their kernels | schemas as programs or tables that compiled loops run |
 | `wire`, `columns`, `arrow_fields` | what both of these share: values, words, fields |

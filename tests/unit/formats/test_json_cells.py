@@ -22,6 +22,8 @@ from icestream.formats.json_cells import (
     members,
     values,
 )
+from icestream.formats.json_cutting import copy_texts, cut
+from icestream.formats.json_grammar import count_lines, scan_lines
 
 # Lines that CockroachDB v22.2.10 sent.
 WRAPPED = (
@@ -442,10 +444,11 @@ def test_an_error_survives_pickling():
 
 def test_kernels_are_kept_on_disk_for_the_next_process():
     members(cells_of('{"a": 1}'))["a"].text()
-    for name in ("_count_lines", "_scan_lines", "_cut", "_copy_texts"):
-        kernel = getattr(json_cells, name)
+    for kernel in (count_lines, scan_lines, cut, copy_texts):
+        name = kernel.__name__
         assert len(kernel.signatures) == 1, f"{name} was compiled for more than one kind of array"
-        assert list(Path(kernel.stats.cache_path).glob(f"json_cells.{name}-*.nbi"))
+        kept = f"{kernel.__module__.rpartition('.')[2]}.{name}-*.nbi"
+        assert list(Path(kernel.stats.cache_path).glob(kept))
 
 
 @pytest.mark.parametrize(
