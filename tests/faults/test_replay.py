@@ -11,7 +11,7 @@ from pyspark.sql import SparkSession
 
 from icestream.failpoints import PLACES, FailpointError
 from icestream.pipeline import Pipeline
-from icestream.sinks.iceberg import IcebergSink
+from icestream.sinks.iceberg.publishing import EpochPublisher
 from tests.faults.killing import catalog_in
 from tests.faults.shop import SPARK, Process
 from tests.integration.topics import Topics
@@ -128,16 +128,16 @@ def test_a_crash_between_the_tables_is_finished_by_whatever_starts_next(
     letters: Letters, monkeypatch: pytest.MonkeyPatch, lacking: str, then: str
 ):
     """E3, E10, I14: rows without their letters gone, and neither of the two."""
-    publish = IcebergSink._publish
+    publish = EpochPublisher._publish
 
-    def dies(sink: IcebergSink, table: str, commit: Any) -> Any:
+    def dies(sink: EpochPublisher, table: str, commit: Any) -> Any:
         if table.rpartition(".")[2] == lacking:
             raise FailpointError(table)
         return publish(sink, table, commit)
 
     # Which of two tables a crash hits is chance; here it is chosen.
     with monkeypatch.context() as patched, pytest.raises(FailpointError):
-        patched.setattr(IcebergSink, "_publish", dies)
+        patched.setattr(EpochPublisher, "_publish", dies)
         letters.pipeline().replay()
     started = letters.pipeline()
     started.run(once=True) if then == "run" else started.replay()

@@ -160,7 +160,7 @@ def test_a_table_that_carries_the_epoch_already_keeps_it_and_the_others_get_it(s
         plain.sink.commit(written)
     refusals.remove()
     assert shop.epochs() == {"a": [1], "b": [1, 2], "c": [1]}
-    plain.sink._options = replace(plain.sink._options, atomic=True)
+    plain.sink._publisher._options = replace(plain.sink._options, atomic=True)
     results = {result.table: result.duplicate for result in plain.sink.commit(written)}
     assert results == {"a": False, "b": True, "c": False}
     assert_two_epochs(shop)

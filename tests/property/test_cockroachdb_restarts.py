@@ -5,7 +5,8 @@ import random
 import pytest
 
 from icestream.errors import HistoryLost, SourceUnavailable
-from icestream.sinks.iceberg import IcebergSink, state
+from icestream.sinks.iceberg import state
+from icestream.sinks.iceberg.publishing import EpochPublisher
 from tests.unit.sources.test_cockroachdb import at, wrapped
 from tests.unit.sources.test_cockroachdb_restarts import Crash, Shop
 
@@ -43,7 +44,7 @@ def test_every_row_comes_once_and_in_order(tmp_path, monkeypatch, seed):
     rng = random.Random(seed)
     shop, expected, number = Shop(tmp_path), {table: [] for table in TABLES}, 0
     commits_left: list[int] = []
-    publish = IcebergSink._publish
+    publish = EpochPublisher._publish
 
     def killed(self, table, commit):
         if commits_left:
@@ -52,7 +53,7 @@ def test_every_row_comes_once_and_in_order(tmp_path, monkeypatch, seed):
                 raise Crash
         publish(self, table, commit)
 
-    monkeypatch.setattr(IcebergSink, "_publish", killed)  # a kill between two commits
+    monkeypatch.setattr(EpochPublisher, "_publish", killed)  # a kill between two commits
     monkeypatch.setattr(state, "COMMITS_IN_PARALLEL", 1)  # in order: a seed tells which is killed
     for _ in range(rng.randint(3, 6)):
         number = rounds(shop, rng, number, expected)

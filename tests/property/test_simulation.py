@@ -12,7 +12,7 @@ from icestream.epoch import Progress, Resume, lacking_tables, resume_point
 from icestream.errors import FrontierLost
 from icestream.iceberg import progress as summaries
 from icestream.pipeline import Pipeline
-from icestream.sinks.iceberg import IcebergSink
+from icestream.sinks.iceberg.publishing import EpochPublisher
 from icestream.sinks.iceberg.state import each
 from tests.property.memory import Lake
 from tests.property.simulation import EXACT, Stream, World, main, simulate
@@ -47,7 +47,7 @@ def test_an_epoch_of_an_atomic_sink_is_never_seen_in_part(monkeypatch):
     worlds = [world for world in map(World, SEEDS) if world.weather.atomic]
     assert len(worlds) > 20
     # A sink that claims to be atomic and is not: no option makes one.
-    monkeypatch.setattr(IcebergSink, "_publish_together", _one_by_one)
+    monkeypatch.setattr(EpochPublisher, "_publish_together", _one_by_one)
     verdicts = [world.run() for world in worlds]
     assert any("a part of an epoch was seen" in verdict for verdict in verdicts)
 
@@ -203,14 +203,14 @@ def test_a_schema_that_changes_between_two_commits_of_an_epoch_doubles_and_loses
 ):
     """I17, Mend c3: a record is a row or a letter, and the first table that has it decides."""
     assert {seed: verdict for seed in range(10) if (verdict := choosy(seed)) != EXACT} == {}
-    monkeypatch.setattr(IcebergSink, method, careless)  # takes the guarantee out: it must show
+    monkeypatch.setattr(EpochPublisher, method, careless)  # takes the guarantee out: it must show
     damage = (*DAMAGE, "acknowledged too early")
     assert any(choosy(seed).startswith(damage) for seed in range(40))
 
 
 def test_letters_that_come_before_their_tables_are_doubled(monkeypatch):
     """I17, Mend c3: only a table's rows first, and its letters then, can be finished."""
-    monkeypatch.setattr(IcebergSink, "_publish_in_turn", _in_any_order)  # must show
+    monkeypatch.setattr(EpochPublisher, "_publish_in_turn", _in_any_order)  # must show
     assert any(choosy(seed) != EXACT for seed in range(40))
 
 
@@ -261,7 +261,9 @@ def test_a_table_that_lacks_epochs_is_not_passed_over(monkeypatch, noticed, seed
 
     # The check is taken out, which must show: at the first look, and at the claim.
     monkeypatch.setattr("icestream.epoch.lacking_tables", without_this)  # at the first look
-    monkeypatch.setattr("icestream.sinks.iceberg.lacking_tables", without_this)  # at the claim
+    monkeypatch.setattr(
+        "icestream.sinks.iceberg.claimed.lacking_tables", without_this
+    )  # at the claim
     assert any("lost" in World(seed).run() for seed in seeds)
 
 

@@ -21,9 +21,10 @@ from icestream.iceberg.handle import TableName
 from icestream.iceberg.new_table import NewTable
 from icestream.schema import Column, TableShape, new_schema
 from icestream.sinks import StaleWrite, Written
-from icestream.sinks.iceberg import IcebergSink, collect
+from icestream.sinks.iceberg import IcebergSink
 from icestream.sinks.iceberg.making import DELETES_METADATA
 from icestream.sinks.iceberg.options import IcebergSinkOptions, TableOptions
+from icestream.sinks.iceberg.publishing import collect
 from tests.property.memory import Lake, MemoryCatalog, Wire
 
 T = TypeVar("T")

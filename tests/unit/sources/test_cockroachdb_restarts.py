@@ -14,6 +14,7 @@ from icestream.iceberg.files import DATA, FileClosed
 from icestream.pipeline import Cadence, Pipeline
 from icestream.sinks.iceberg import IcebergSink
 from icestream.sinks.iceberg.options import IcebergSinkOptions
+from icestream.sinks.iceberg.publishing import EpochPublisher
 from icestream.sources import EpochPlan
 from icestream.sources.cockroachdb import numbered
 from icestream.sources.cockroachdb.files import CockroachdbFiles, FeedFile
@@ -134,18 +135,18 @@ def test_a_table_that_is_left_out_while_it_lies_behind_gets_all_once_it_is_put_b
     for number in (1, 2, 3):
         shop.round(number, *BOTH)
         shop.run("orders")
-    publish, published = IcebergSink._publish, []
+    publish, published = EpochPublisher._publish, []
 
-    def crashing(sink: IcebergSink, table: str, commit: Any) -> None:
+    def crashing(sink: EpochPublisher, table: str, commit: Any) -> None:
         if published:
             raise Crash
         published.append(table)
         publish(sink, table, commit)
 
-    monkeypatch.setattr(IcebergSink, "_publish", crashing)  # a kill after the first of three epochs
+    monkeypatch.setattr(EpochPublisher, "_publish", crashing)  # a kill after one of three epochs
     with pytest.raises(Crash):
         shop.run(*BOTH)
-    monkeypatch.setattr(IcebergSink, "_publish", publish)  # the next run is not killed
+    monkeypatch.setattr(EpochPublisher, "_publish", publish)  # the next run is not killed
     assert shop.snapshots("customers") == [[0], [1]]
     shop.round(4, *BOTH)
     shop.run("orders")
@@ -378,7 +379,7 @@ def test_a_half_committed_epoch_is_finished_in_a_table_that_it_only_deletes_from
     shop.feed.data("ghosts", [wrapped(7, 1)], at(1))
     shop.round(0, "orders")
     shop.round(1, "orders", "ghosts")
-    publish, prepare, plan = IcebergSink._publish, IcebergSink.prepare, CockroachdbFiles.plan
+    publish, prepare, plan = EpochPublisher._publish, IcebergSink.prepare, CockroachdbFiles.plan
 
     def planned(self: CockroachdbFiles, epoch: Epoch) -> EpochPlan:
         found = plan(self, epoch)
@@ -390,7 +391,7 @@ def test_a_half_committed_epoch_is_finished_in_a_table_that_it_only_deletes_from
         assert both_planned.wait(10)
         return prepare(self, table, shape)
 
-    def killed(self: IcebergSink, table: str, commit: Any) -> None:
+    def killed(self: EpochPublisher, table: str, commit: Any) -> None:
         if table == "ghosts":
             raise Crash
         publish(self, table, commit)
@@ -400,7 +401,7 @@ def test_a_half_committed_epoch_is_finished_in_a_table_that_it_only_deletes_from
     with monkeypatch.context() as patched:
         patched.setattr(CockroachdbFiles, "plan", planned)
         patched.setattr(IcebergSink, "prepare", late)
-        patched.setattr(IcebergSink, "_publish", killed)
+        patched.setattr(EpochPublisher, "_publish", killed)
         with pytest.raises(Crash):
             shop.run()
     shop.run()
