@@ -40,9 +40,11 @@ from pyiceberg.types import (
 
 from icestream.errors import SchemaRejected, check
 from icestream.formats.rows import Field, Indices, Mask
+from icestream.formats.text_fields import json_strings
+from icestream.kernels.arrays import validity
+from icestream.kernels.decimals import DECIMAL_DIGITS_MAX
 from icestream.schema import cast_text
 
-_DECIMAL_DIGITS_MAX = 38
 # A whole number of 64 bits has at most as many digits.
 _LONG_DIGITS = 19
 _HEX = np.frombuffer(b"".join(f"{byte:02x}".encode() for byte in range(256)), dtype=np.uint16)
@@ -58,7 +60,6 @@ _SIMPLE: Mapping[pa.DataType, IcebergType] = {
     pa.binary(): BinaryType(),
     pa.large_binary(): BinaryType(),
 }
-_CONTROLS = {"\b": "\\b", "\f": "\\f", "\n": "\\n", "\r": "\\r", "\t": "\\t"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -289,15 +290,15 @@ def _json(array: pa.Array) -> pa.Array:
         shown = _json_lists(array, _json_or_null(array.flatten()))
     elif pa.types.is_map(arrow):
         keys, items = _entries(array)
-        entries = _joined(_quoted(_text(keys)), _piece(":"), _json_or_null(items))
+        entries = _joined(json_strings(_text(keys)), _piece(":"), _json_or_null(items))
         shown = _json_lists(array, entries, "{}")
     elif pa.types.is_boolean(arrow) or pa.types.is_integer(arrow) or pa.types.is_decimal(arrow):
         return _text(array)
     elif pa.types.is_floating(arrow):
         # JSON has no number for what is not finite.
-        return pc.if_else(pc.is_finite(array), _text(array), _quoted(_text(array)))
+        return pc.if_else(pc.is_finite(array), _text(array), json_strings(_text(array)))
     else:
-        return _quoted(_text(array))
+        return json_strings(_text(array))
     return pc.if_else(array.is_valid(), shown, pa.scalar(None, pa.large_string()))
 
 
@@ -310,7 +311,7 @@ def _json_objects(array: pa.Array) -> pa.Array:
         return pa.repeat(pa.scalar("{}", pa.large_string()), len(array))
     pieces: list[Any] = []
     for place, (field, values) in enumerate(zip(array.type, array.flatten(), strict=True)):
-        name = _quoted(pa.array([field.name], pa.large_string()))[0].as_py()
+        name = json_strings(pa.array([field.name], pa.large_string()))[0].as_py()
         pieces += [_piece(("," if place else "{") + name + ":"), _json_or_null(values)]
     return _joined(*pieces, _piece("}"))
 
@@ -339,17 +340,6 @@ def _entries(array: pa.Array) -> tuple[pa.Array, pa.Array]:
     """The keys and items of all maps that are not null."""
     keys, items = _as_list(array).flatten().flatten()
     return keys, items
-
-
-def _quoted(text: pa.Array) -> pa.Array:
-    """Text as JSON strings."""
-    escaped = pc.replace_substring(text, "\\", "\\\\")
-    escaped = pc.replace_substring(escaped, '"', '\\"')
-    if pc.any(pc.match_substring_regex(escaped, r"[\x00-\x1f]"), min_count=0).as_py():
-        for number in range(0x20):
-            mark = chr(number)
-            escaped = pc.replace_substring(escaped, mark, _CONTROLS.get(mark, f"\\u{number:04x}"))
-    return _joined(_piece('"'), escaped, _piece('"'))
 
 
 def _piece(text: str) -> pa.Scalar:
@@ -398,7 +388,7 @@ def _refuse_unless(fits: bool) -> None:
 def _cast_whole(array: pa.Array, kind: IcebergType, arrow: pa.DataType) -> pa.Array:
     _refuse_unless(isinstance(kind, IntegerType | LongType | FloatType | DoubleType | DecimalType))
     if isinstance(kind, DecimalType):
-        wide = pa.decimal128(_DECIMAL_DIGITS_MAX, min(kind.scale, _LONG_DIGITS))
+        wide = pa.decimal128(DECIMAL_DIGITS_MAX, min(kind.scale, _LONG_DIGITS))
         return pc.cast(pc.cast(array.cast(pa.int64()), wide), arrow, safe=True)
     return pc.cast(array, arrow, safe=True)
 
@@ -479,5 +469,4 @@ def _cast_structs(array: pa.Array, name: str, kind: StructType, arrow: pa.DataTy
         )
         for field in kind.fields
     ]
-    bitmap = pa.py_buffer(np.packbits(~_mask(array), bitorder="little"))
-    return pa.Array.from_buffers(arrow, len(array), [bitmap], children=columns)
+    return pa.Array.from_buffers(arrow, len(array), [validity(~_mask(array))], children=columns)

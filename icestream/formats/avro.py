@@ -30,7 +30,6 @@ from icestream.errors import SchemaRejected
 from icestream.formats.arrow_fields import ArrowField, iceberg_type
 from icestream.formats.avro_kernels import STEP_SIZE, Code, Program, walk
 from icestream.formats.columns import (
-    DECIMAL_DIGITS_MAX,
     Form,
     Layout,
     Node,
@@ -43,6 +42,7 @@ from icestream.formats.columns import (
 )
 from icestream.formats.payloads import Payloads, payloads_of
 from icestream.formats.wire import rejections
+from icestream.kernels.decimals import DECIMAL_DIGITS_MAX
 
 # A schema of a few named types can describe more columns than memory holds.
 STEPS_MAX = 20_000

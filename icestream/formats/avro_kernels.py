@@ -14,13 +14,12 @@ import numpy as np
 from icestream.formats.columns import ABSENT, Slots, Words
 from icestream.formats.wire import (
     Fault,
-    decimal,
     restore,
-    utf8,
-    within,
     zigzag,
 )
 from icestream.kernels import Bytes, kernel, load_word, part, pointer
+from icestream.kernels.decimals import big_endian, within
+from icestream.kernels.texts import is_utf8
 
 # Items without bytes (of type null, or of records without fields) could be claimed without end.
 EMPTY_ITEMS_MAX = 256
@@ -95,7 +94,7 @@ def _run(steps: Words, step: int, data: Bytes, at: int, end: int) -> tuple[int, 
             return 0, -_CUT
     if size < 0 or size > end - at:
         return 0, -_CUT
-    if steps[step + CODE] == _TEXT and not utf8(data, at, at + size):
+    if steps[step + CODE] == _TEXT and not is_utf8(data, at, at + size):
         return 0, -_NOT_TEXT
     return at, size
 
@@ -149,7 +148,7 @@ def _record(program: Program, place: tuple[Bytes, int, int], slots: Slots, loops
             second = starts[slot + 1] + entries[steps[step + DOMAIN]]
             words[here], words[second] = start, size
             if code == _DECIMAL:
-                low, high, fits = decimal(data, start, at)
+                low, high, fits = big_endian(data, start, at)
                 if not fits or not within(low, high, steps[step + SECOND]):
                     return _DIGITS
                 words[here], words[second] = np.int64(low), np.int64(high)

@@ -11,6 +11,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from icestream.kernels import Bytes, kernel, pointer
+from icestream.kernels.arrays import Mask, Positions, texts_of, validity
+from icestream.kernels.decimals import DECIMAL_DIGITS_MAX, big_endian, within
 
 # More digits after the point, or zeros before it, are no number that a database has.
 SCALE_MAX = 16_383
@@ -18,28 +20,18 @@ SCALE_MIN = -1_000
 # A few bytes and a large scale make a long text: so much may the decimals of one column become,
 # which is less than positions of 32 bits can tell.
 TEXT_BYTES_MAX = 256 * 1024 * 1024
-DECIMAL_DIGITS_MAX = 38
 
-Positions = npt.NDArray[np.int32]
 Words = npt.NDArray[np.uint64]
-Mask = npt.NDArray[np.bool_]
 
 _ALPHABET = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
 _SIX_BITS = np.full(256, -1, dtype=np.int16)
 _SIX_BITS[np.frombuffer(_ALPHABET, dtype=np.uint8)] = np.arange(64)
 _PAD, _MINUS, _ZERO, _POINT = (ord(mark) for mark in "=-0.")
-_WORD_BYTES, _EIGHT, _TOP_BYTE = 16, np.uint64(8), np.uint64(56)
-_NONE, _ONE, _ALL = np.uint64(0), np.uint64(1), np.uint64(2**64 - 1)
-# The first number with more digits than a decimal holds, in two words.
-_LIMIT_HIGH, _LIMIT_LOW = (
-    np.uint64(10**DECIMAL_DIGITS_MAX >> 64),
-    np.uint64(10**DECIMAL_DIGITS_MAX % 2**64),
-)
 
 
 def decoded_bytes(text: pa.StringArray) -> pa.BinaryArray:
     """The bytes that each text stands for; ValueError when one is not base64 with its padding."""
-    data, offsets, valid = _parts(text)
+    data, offsets, valid = texts_of(text)
     target = np.empty(data.size // 4 * 3 + 3, dtype=np.uint8)
     ends = np.zeros(len(text) + 1, dtype=np.int32)
     if not _decode_bytes(data, offsets, valid, target, ends):
@@ -84,7 +76,7 @@ def _replaced(texts: list[Any], places: list[int], others: list[str]) -> list[An
 
 def _whole_numbers(unscaled: pa.BinaryArray) -> tuple[Words, Mask, Mask]:
     """Numbers as two words each, low one first; which do not fit; which are there."""
-    data, offsets, valid = _parts(unscaled)
+    data, offsets, valid = texts_of(unscaled)
     words = np.zeros((len(valid), 2), dtype=np.uint64)
     wide = np.zeros(len(valid), dtype=np.bool_)
     if not _read_numbers(data, offsets, valid, words, wide):
@@ -93,11 +85,11 @@ def _whole_numbers(unscaled: pa.BinaryArray) -> tuple[Words, Mask, Mask]:
 
 
 def _decimal_array(words: Words, valid: Mask, kind: pa.DataType) -> pa.Decimal128Array:
-    return pa.Array.from_buffers(kind, len(valid), [_validity(valid), pa.py_buffer(words)])
+    return pa.Array.from_buffers(kind, len(valid), [validity(valid), pa.py_buffer(words)])
 
 
 def _with_points(digits: pa.StringArray, scales: npt.NDArray[np.int32]) -> pa.StringArray:
-    data, offsets, valid = _parts(digits)
+    data, offsets, valid = texts_of(digits)
     room = data.size + int(np.abs(scales[valid].astype(np.int64)).sum()) + 2 * len(digits)
     if room > TEXT_BYTES_MAX:
         raise ValueError("decimals have too many digits together")
@@ -107,27 +99,9 @@ def _with_points(digits: pa.StringArray, scales: npt.NDArray[np.int32]) -> pa.St
     return _array(pa.string(), ends, target, valid)
 
 
-def _parts(array: pa.Array) -> tuple[Bytes, Positions, Mask]:
-    valid = np.ones(len(array), dtype=np.bool_)
-    if array.null_count:
-        valid = np.array(array.is_valid().to_numpy(zero_copy_only=False))
-    _, places, content = array.buffers()
-    if len(array) == 0 or places is None:
-        return np.zeros(0, dtype=np.uint8), np.zeros(1, dtype=np.int32), valid
-    offsets = np.frombuffer(places, dtype=np.int32)[array.offset : array.offset + len(array) + 1]
-    data = np.frombuffer(content or b"", dtype=np.uint8)
-    # Numba compiles once more for writable arrays, so all buffers look read-only to it.
-    data.flags.writeable = offsets.flags.writeable = False
-    return data, offsets, valid
-
-
 def _array(kind: pa.DataType, ends: Positions, target: Bytes, valid: Mask) -> pa.Array:
     content = pa.py_buffer(target[: ends[-1]])
-    return pa.Array.from_buffers(kind, len(valid), [_validity(valid), pa.py_buffer(ends), content])
-
-
-def _validity(valid: Mask) -> pa.Buffer | None:
-    return None if valid.all() else pa.py_buffer(np.packbits(valid, bitorder="little"))
+    return pa.Array.from_buffers(kind, len(valid), [validity(valid), pa.py_buffer(ends), content])
 
 
 @kernel
@@ -176,27 +150,12 @@ def _read_numbers(array: Bytes, offsets: Positions, valid: Mask, words: Words, w
             continue
         if start == end:
             return False
-        negative = data[start] >= 128
-        low = high = _ALL if negative else _NONE
-        sign_byte = 255 if negative else 0
-        for place in range(start, end):
-            # A byte that only repeats the sign may be shifted out, any other one is lost digits.
-            if high >> _TOP_BYTE != np.uint64(sign_byte):
-                wide[row] = True
-            high = high << _EIGHT | low >> _TOP_BYTE
-            low = low << _EIGHT | np.uint64(data[place])
-        if (high >> np.uint64(63) != _NONE) != negative:
-            wide[row] = True
-        size_low, size_high = low, high
-        if negative:
-            size_low = ~low + _ONE
-            size_high = ~high + (_ONE if size_low == _NONE else _NONE)
-        beyond = size_high > _LIMIT_HIGH
-        if beyond or (size_high == _LIMIT_HIGH and size_low >= _LIMIT_LOW):
-            wide[row] = True
-        if not wide[row]:
+        low, high, fits = big_endian(data, start, end)
+        if fits and within(low, high, DECIMAL_DIGITS_MAX):
             words[row, 0] = low
             words[row, 1] = high
+        else:
+            wide[row] = True
     return True
 
 

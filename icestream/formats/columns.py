@@ -25,14 +25,16 @@ from pyiceberg.types import IcebergType, ListType, MapType, NestedField, StringT
 
 from icestream.formats.payloads import Payloads
 from icestream.formats.rows import Indices, Mask
-from icestream.kernels import WORD_BYTES, Bytes, kernel, load_word, pointer, store_word
+from icestream.kernels import WORD_BYTES, Bytes, kernel, pointer
+from icestream.kernels.arrays import validity
+from icestream.kernels.decimals import DECIMAL_DIGITS_MAX
+from icestream.kernels.texts import copy_span
 
 Words = npt.NDArray[np.int64]
 # What kernels see of a store: words, where each slot begins, room and number of entries by domain.
 Slots = tuple[Words, Words, Words, Words]
 # Content, starts and ends of records, slots, and faults to be written.
 Walk = Callable[[Bytes, tuple[Words, Words], Slots, Bytes], int]
-DECIMAL_DIGITS_MAX = 38
 # Fewer lists than records is usual; where it is not, the room doubles a few times.
 ROOM_MIN = 64
 # Records are read so many words at a time, which the processor's caches hold.
@@ -232,13 +234,9 @@ def assemble(node: Node, store: Store, content: Bytes, there: Mask) -> pa.Array:
     return make[node.form](node, store, content, there)
 
 
-def _bitmap(there: Mask) -> pa.Buffer | None:
-    return None if there.all() else pa.py_buffer(np.packbits(there, bitorder="little"))
-
-
 def _array(kind: pa.DataType, there: Mask, *buffers: npt.NDArray[np.generic]) -> pa.Array:
     contents = [pa.py_buffer(np.ascontiguousarray(each)) for each in buffers]
-    return pa.Array.from_buffers(kind, len(there), [_bitmap(there), *contents])
+    return pa.Array.from_buffers(kind, len(there), [validity(there), *contents])
 
 
 def _numbers(node: Node, store: Store, content: Bytes, there: Mask) -> pa.Array:
@@ -293,7 +291,7 @@ def _moments(node: Node, store: Store, content: Bytes, there: Mask) -> pa.Array:
 
 def _structs(node: Node, store: Store, content: Bytes, there: Mask) -> pa.Array:
     inner = [assemble(each, store, content, there) for each in node.inner]
-    return pa.Array.from_buffers(node.arrow, len(there), [_bitmap(there)], children=inner)
+    return pa.Array.from_buffers(node.arrow, len(there), [validity(there)], children=inner)
 
 
 def _items(node: Node, store: Store, content: Bytes, there: Mask) -> tuple[Indices, list[pa.Array]]:
@@ -313,7 +311,7 @@ def _items(node: Node, store: Store, content: Bytes, there: Mask) -> tuple[Indic
 
 def _lists(node: Node, store: Store, content: Bytes, there: Mask) -> pa.Array:
     offsets, items = _items(node, store, content, there)
-    buffers = [_bitmap(there), pa.py_buffer(offsets)]
+    buffers = [validity(there), pa.py_buffer(offsets)]
     return pa.Array.from_buffers(node.arrow, len(there), buffers, children=items)
 
 
@@ -361,13 +359,5 @@ def gather(content: Bytes, starts: Words, offsets: Words, run: Bytes) -> None:
     source, target = pointer(content), pointer(run)
     words_end = content.size - WORD_BYTES
     for row in range(starts.size):
-        at, to, stop = starts[row], offsets[row], offsets[row + 1]
-        # Whole words may write beyond the end: what follows is written later.
-        while to < stop and at <= words_end:
-            store_word(target, to, load_word(source, at))
-            at += WORD_BYTES
-            to += WORD_BYTES
-        while to < stop:
-            target[to] = source[at]
-            at += 1
-            to += 1
+        end = starts[row] + offsets[row + 1] - offsets[row]
+        copy_span(source, (starts[row], end, words_end), target, offsets[row])

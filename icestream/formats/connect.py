@@ -41,12 +41,12 @@ from pyiceberg.types import (
 )
 
 from icestream.formats.binary_texts import (
-    DECIMAL_DIGITS_MAX,
     decimal_texts,
     decimals,
     decoded_bytes,
 )
 from icestream.formats.json_cells import Cells, Kind, members
+from icestream.kernels.decimals import DECIMAL_DIGITS_MAX
 from icestream.schema import cast_text
 
 DECIMAL = "org.apache.kafka.connect.data.Decimal"

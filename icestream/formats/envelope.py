@@ -24,7 +24,7 @@ from icestream.errors import ConfigInvalid, SchemaRejected
 from icestream.formats.json_cells import Cells, Kind, invalid_utf8, values
 from icestream.formats.json_fields import TOO_MANY_NAMES, JsonField, with_schemas
 from icestream.formats.rows import Decoded, Field, Indices, Mask, Records, Rows
-from icestream.formats.text_fields import TextField
+from icestream.formats.text_fields import TextField, json_strings
 from icestream.schema import arrow_schema
 
 Ops = npt.NDArray[np.int8]
@@ -566,14 +566,7 @@ def _quoted(texts: pa.Array) -> pa.Array:
     """Plain texts as JSON strings; what is not UTF-8 is left as it is, and is no JSON either."""
     broken = pa.array(invalid_utf8(texts))
     text = pc.if_else(broken, pa.scalar(b"", pa.binary()), texts.cast(pa.binary()))
-    escaped = text.cast(pa.string())
-    for mark in ("\\", '"'):
-        escaped = pc.replace_substring(escaped, mark, f"\\{mark}")
-    if pc.any(pc.match_substring_regex(escaped, r"[\x00-\x1f]"), min_count=0).as_py():
-        for number in range(0x20):
-            escaped = pc.replace_substring(escaped, chr(number), f"\\u{number:04x}")
-    quote = pa.scalar('"')
-    whole = pc.binary_join_element_wise(quote, escaped, quote, pa.scalar(""))
+    whole = json_strings(text.cast(pa.string()))
     return pc.if_else(broken, texts.cast(pa.binary()), whole.cast(pa.binary()))
 
 

@@ -32,7 +32,6 @@ from icestream.formats.json_grammar import (
     TOO_WIDE,
     UNFIT,
     Kind,
-    Positions,
     Spans,
     count_lines,
     find_invalid_utf8,
@@ -40,6 +39,7 @@ from icestream.formats.json_grammar import (
     scan_values,
 )
 from icestream.kernels import WORD_BYTES, Bytes
+from icestream.kernels.arrays import BUFFER_BYTES_MAX, Positions, frozen, texts_of, validity
 
 __all__ = [
     "Cells",
@@ -59,8 +59,6 @@ __all__ = [
 WIDTH_MAX = 16_384
 # Texts that repeat over long runs of rows have few distinct ones; more are not told apart.
 DISTINCT_MAX = 1024
-# Arrow's offsets and the spans are 32 bits wide.
-BUFFER_BYTES_MAX = 2**31 - 1
 
 
 class MalformedJson(ValueError):
@@ -131,7 +129,7 @@ class Cells:
         """
         data, shift = self.data, 0
         if not _one_buffer(self.data, other.data):
-            data, shift = _frozen(np.concatenate([self.data, other.data])), self.data.size
+            data, shift = frozen(np.concatenate([self.data, other.data])), self.data.size
             if data.size > BUFFER_BYTES_MAX:
                 raise ValueError(f"cannot index {data.size} bytes, at most {BUFFER_BYTES_MAX}")
         return Cells(
@@ -161,18 +159,12 @@ def _one_buffer(one: Bytes, other: Bytes) -> bool:
     return one is other or (one.ctypes.data == other.ctypes.data and one.size == other.size)
 
 
-def _frozen(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    # Numba compiles once more for writable arrays, so all buffers look read-only to it.
-    array.flags.writeable = False
-    return array
-
-
 def lines(data: bytes | memoryview | pa.Buffer) -> Cells:
     """Each line that is not blank as one cell, checked to its innermost value."""
     array = np.frombuffer(data, dtype=np.uint8)
     if array.size > BUFFER_BYTES_MAX:
         raise ValueError(f"cannot index {array.size} bytes of JSON, at most {BUFFER_BYTES_MAX}")
-    _check_utf8(_frozen(array))
+    _check_utf8(frozen(array))
     rows_max = int(count_lines(array))
     found = (
         np.empty(rows_max, dtype=np.uint8),
@@ -195,7 +187,7 @@ def values(array: pa.Array) -> tuple[Cells, dict[int, str]]:
     Cells point into the array's own buffer. Where cells of two arrays are to be mixed, let them be
     one array (`pa.concat_arrays`), whose cells are then taken apart.
     """
-    data, offsets, valid = _texts_of(array)
+    data, offsets, valid = texts_of(array)
     rows = len(valid)
     found = (
         np.zeros(rows, dtype=np.uint8),
@@ -216,36 +208,11 @@ def values(array: pa.Array) -> tuple[Cells, dict[int, str]]:
 
 def invalid_utf8(array: pa.Array) -> npt.NDArray[np.bool_]:
     """Which texts of a binary array are not UTF-8."""
-    data, offsets, valid = _texts_of(array)
+    data, offsets, valid = texts_of(array)
     faults = np.zeros(len(valid), dtype=np.uint8)
     # Unlike JSON, a text may end inside a character that the next one completes.
     find_invalid_utf8(data, offsets, valid, faults)
     return np.asarray(faults != FINE)
-
-
-def _texts_of(array: pa.Array) -> tuple[Bytes, Positions, npt.NDArray[np.bool_]]:
-    """The bytes of an array's texts, where each begins and the last one ends, and which are there.
-
-    Without copying, unless the array is of a type with other offsets.
-    """
-    large = pa.types.is_large_binary(array.type) or pa.types.is_large_string(array.type)
-    if not (large or pa.types.is_binary(array.type) or pa.types.is_string(array.type)):
-        array = array.cast(pa.binary())
-    valid = np.ones(len(array), dtype=np.bool_)
-    if array.null_count:
-        valid = array.is_valid().to_numpy(zero_copy_only=False)
-    _, places, content = array.buffers()
-    if len(array) == 0 or places is None:
-        return _frozen(np.zeros(0, np.uint8)), _frozen(np.zeros(1, np.int32)), _frozen(valid)
-    whole = np.frombuffer(places, dtype=np.int64 if large else np.int32)
-    offsets = whole[array.offset : array.offset + len(array) + 1]
-    first, last = int(offsets[0]), int(offsets[-1])
-    if last - first > BUFFER_BYTES_MAX:
-        raise ValueError(f"cannot index {last - first} bytes of JSON, at most {BUFFER_BYTES_MAX}")
-    bytes_ = np.frombuffer(content or b"", dtype=np.uint8)[first:last]
-    if first or large:
-        offsets = (offsets - first).astype(np.int32)
-    return _frozen(bytes_), _frozen(offsets), _frozen(valid)
 
 
 def distinct(cells: Cells) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
@@ -404,8 +371,8 @@ def _texts(cells: Cells, *, raw: bool) -> pa.StringArray:
         np.frombuffer(target, dtype=np.uint8),
     )
     absent = rows - int(np.count_nonzero(present))
-    validity = pa.py_buffer(np.packbits(present, bitorder="little")) if absent else None
-    return pa.StringArray.from_buffers(rows, offsets, target.slice(0, size), validity, absent)
+    content = target.slice(0, size)
+    return pa.StringArray.from_buffers(rows, offsets, content, validity(present), absent)
 
 
 def _whole_utf8(data: Bytes) -> bool:

@@ -24,7 +24,6 @@ from icestream.formats.json_grammar import (
     TOO_WIDE,
     UNESCAPED,
     UNFIT,
-    Positions,
     Spans,
     code_unit,
     holds,
@@ -32,6 +31,8 @@ from icestream.formats.json_grammar import (
     skip_plain,
 )
 from icestream.kernels import WORD_BYTES, Bytes, kernel, load_word, part, pointer, store_word
+from icestream.kernels.arrays import Positions
+from icestream.kernels.texts import copy_span
 
 
 @kernel
@@ -251,35 +252,16 @@ def copy_texts(
         if kinds[row] == STRING_KIND and not raw and end - start >= 2:
             size = _unescape(data, (start + 1, end - 1, last), target, size)
         elif kinds[row] > NULL_KIND:
-            size = _copy(data, (start, end, last), target, size)
+            size = copy_span(data, (start, end, last), target, size)
     offsets[kinds.size] = size
     return size
-
-
-@part
-def _copy(data: Bytes, span: tuple[int, int, int], target: Bytes, size: int) -> int:
-    """Write these bytes as they are; returns the target's new size.
-
-    Whole words, because most cells are one or two. What the last one holds too much is
-    overwritten by the next cell, and the target has a word to spare for the last cell.
-    """
-    position, end, last = span
-    while position < end and position <= last:
-        store_word(target, size, load_word(data, position))
-        position += WORD_BYTES
-        size += WORD_BYTES
-    while position < end:
-        target[size] = data[position]
-        position += 1
-        size += 1
-    return size - (position - end)
 
 
 @part
 def _unescape(data: Bytes, span: tuple[int, int, int], target: Bytes, size: int) -> int:
     """Write the checked string between these positions; returns the target's new size."""
     position, end, last = span
-    # As in `_copy`, up to the first word with an escape in it.
+    # As in `copy_span`, up to the first word with an escape in it.
     while position < end and position <= last:
         word = load_word(data, position)
         if holds(word, BACKSLASHES):

@@ -12,11 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from icestream.kernels import WORD_BYTES, Bytes, kernel, load_word, part, pointer
+from icestream.kernels.arrays import Positions
+from icestream.kernels.texts import HEX, is_utf8
 
 # Nesting that no changefeed comes near, and that keeps the scanner's stack in one small array.
 DEPTH_MAX = 256
 
-Positions = npt.NDArray[np.int32]
 # What the kernels see of cells: kinds, starts and ends.
 Spans = tuple[Bytes, Positions, Positions]
 
@@ -79,7 +80,6 @@ KIND_OF = _table(
     | {'"': Kind.STRING, "{": Kind.OBJECT, "[": Kind.ARRAY},
     otherwise=Kind.MISSING,
 )
-_HEX = _table({digit: int(digit, 16) for digit in "0123456789abcdefABCDEF"}, otherwise=-1)
 UNESCAPED = _table(
     {mark: ord(meant) for mark, meant in zip('"\\/bfnrt', '"\\/\b\f\n\r\t', strict=True)},
     otherwise=-1,
@@ -331,7 +331,7 @@ def code_unit(data: Bytes, position: int, end: int) -> int:
         return -1
     unit = 0
     for place in range(position + 2, position + 6):
-        digit = _HEX[data[place]]
+        digit = HEX[data[place]]
         if digit < 0:
             return -1
         unit = unit * 16 + digit
@@ -379,27 +379,5 @@ def find_invalid_utf8(
     """Note which texts are not UTF-8."""
     data = pointer(array)
     for row in range(valid.size):
-        if valid[row] and not _is_utf8(data, int(offsets[row]), int(offsets[row + 1])):
+        if valid[row] and not is_utf8(data, int(offsets[row]), int(offsets[row + 1])):
             faults[row] = _NOT_UTF8
-
-
-@part
-def _is_utf8(data: Bytes, position: int, end: int) -> bool:
-    while position < end:
-        lead = int(data[position])
-        position += 1
-        if lead < 0x80:
-            continue
-        extra = (lead >= 0xC0) + (lead >= 0xE0) + (lead >= 0xF0)
-        if lead < 0xC2 or lead > 0xF4 or position + extra > end:
-            return False
-        point = lead & (0x3F >> extra)
-        for place in range(position, position + extra):
-            if data[place] & 0xC0 != 0x80:
-                return False
-            point = point << 6 | int(data[place]) & 0x3F
-        overlong = (extra == 2 and point < 0x800) or (extra == 3 and point < 0x10000)
-        if overlong or (point >= 0xD800 and point <= 0xDFFF) or point > 0x10FFFF:
-            return False
-        position += extra
-    return True

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 
 from icestream.formats.columns import ABSENT, Slots, Words
-from icestream.formats.wire import Fault, restore, utf8, varint, zigzag
+from icestream.formats.wire import Fault, restore, varint, zigzag
 from icestream.kernels import Bytes, kernel, load_word, part, pointer
+from icestream.kernels.texts import is_utf8
 
 
 class Code(IntEnum):
@@ -244,7 +245,7 @@ def _run(fields: Words, field: int, place: tuple[Bytes, int, int], slots: Slots)
     size, at = _size(data, at, end)
     if at < 0:
         return 0, _CUT
-    if fields[field + CODE] == _TEXT and not utf8(data, at, at + size):
+    if fields[field + CODE] == _TEXT and not is_utf8(data, at, at + size):
         return 0, _NOT_TEXT
     slot, domain, present = fields[field + SLOT], fields[field + DOMAIN], fields[field + PRESENT]
     if fields[field + CODE] == _SEALED and fields[field + COUNT] < 0 and present >= 0:

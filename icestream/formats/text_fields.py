@@ -1,4 +1,4 @@
-"""Columns of plain text: values that are no more than the characters they are."""
+"""Columns of plain text: values that are no more than the characters they are, and JSON of them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +11,8 @@ from pyiceberg.types import IcebergType, StringType
 from icestream.errors import Broken
 from icestream.formats.rows import Field, Indices, Mask
 from icestream.schema import cast_text
+
+_CONTROLS = {"\b": "\\b", "\f": "\\f", "\n": "\\n", "\r": "\\r", "\t": "\\t"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -69,3 +71,15 @@ class TextField:
     def cast(self, name: str, kind: IcebergType, arrow_type: pa.DataType) -> pa.Array:
         """The values in the type of a table's column; `SchemaRejected` when one does not fit."""
         return cast_text(self.array, name, kind, arrow_type)
+
+
+def json_strings(text: pa.Array) -> pa.Array:
+    """Texts as JSON strings, in quotes and escaped, as an array of the same type."""
+    escaped = pc.replace_substring(text, "\\", "\\\\")
+    escaped = pc.replace_substring(escaped, '"', '\\"')
+    if pc.any(pc.match_substring_regex(escaped, r"[\x00-\x1f]"), min_count=0).as_py():
+        for number in range(0x20):
+            mark = chr(number)
+            escaped = pc.replace_substring(escaped, mark, _CONTROLS.get(mark, f"\\u{number:04x}"))
+    quote, nothing = pa.scalar('"', text.type), pa.scalar("", text.type)
+    return pc.binary_join_element_wise(quote, escaped, quote, nothing)

@@ -14,7 +14,13 @@ Rules for whoever writes one:
   and store is held against the bounds of its array, and `Broken` names the kernel that left them.
   `make test` runs the property tests of all kernels in that mode; see decision 034.
 
-`compiling` is how functions are compiled and kept, `memory` how they read and write.
+| module | what it has |
+|---|---|
+| `compiling` | how functions are compiled and kept |
+| `memory` | how they read and write |
+| `texts` | bytes copied, UTF-8 checked, hexadecimal digits |
+| `decimals` | numbers of 128 bits |
+| `arrays` | Arrow's arrays as memory, and back |
 """
 
 from icestream.kernels.compiling import CHECKED, kernel, part
