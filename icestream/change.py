@@ -62,6 +62,34 @@ def fold(changes: pa.Table, key: Sequence[str], each_key_once: bool = False) -> 
         kept, deleted = np.flatnonzero(ops != Op.DELETE), np.flatnonzero(ops != Op.INSERT)
         return _folded(changes, key, kept, deleted)
     ordered = _in_order(changes)
+    first, last = _edges(ordered, key)
+    ops = ordered.column(OP).combine_chunks().to_numpy(zero_copy_only=False)
+    kept = np.sort(last[ops[last] != Op.DELETE])
+    deleted = np.sort(first[ops[first] != Op.INSERT])
+    return _folded(ordered, key, kept, deleted)
+
+
+def last_of_each(changes: pa.Table, key: Sequence[str]) -> pa.Table:
+    """The last change of each key, deletes among them, for destinations that keep one per key.
+
+    An insert that is not the only change of its key is an upsert: the key may have been there. A
+    delete stays even after an insert: what an earlier attempt has shown must go.
+    """
+    if changes.num_rows == 0:
+        return changes
+    ordered = _in_order(changes)
+    first, last = _edges(ordered, key)
+    order = np.argsort(last)
+    first, last = first[order], last[order]
+    found = _take(ordered, last)
+    ops = found.column(OP).combine_chunks().to_numpy(zero_copy_only=False)
+    several = (ops == Op.INSERT) & (first != last)
+    replaced = pa.array(np.where(several, np.int8(Op.UPSERT), ops).astype(np.int8))
+    return found.set_column(found.column_names.index(OP), OP, replaced)
+
+
+def _edges(ordered: pa.Table, key: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    """The places of the first and of the last change of each key."""
     # Numbers for names: Arrow would take a name such as `.id` for a path.
     parts = {str(number): _groupable(ordered.column(name)) for number, name in enumerate(key)}
     rows = pa.array(np.arange(ordered.num_rows, dtype=np.int64))
@@ -69,10 +97,7 @@ def fold(changes: pa.Table, key: Sequence[str], each_key_once: bool = False) -> 
     edges = groups.aggregate([("row", "min"), ("row", "max")])
     first = edges.column("row_min").combine_chunks().to_numpy(zero_copy_only=False)
     last = edges.column("row_max").combine_chunks().to_numpy(zero_copy_only=False)
-    ops = ordered.column(OP).combine_chunks().to_numpy(zero_copy_only=False)
-    kept = np.sort(last[ops[last] != Op.DELETE])
-    deleted = np.sort(first[ops[first] != Op.INSERT])
-    return _folded(ordered, key, kept, deleted)
+    return first, last
 
 
 def _folded(changes: pa.Table, key: Sequence[str], kept: np.ndarray, deleted: np.ndarray) -> Folded:

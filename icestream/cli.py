@@ -23,6 +23,7 @@ from icestream.config import (
     Config,
     PipelineConfig,
     SparkOptions,
+    behind_selects,
     load,
     open_pipeline,
     open_session,
@@ -30,17 +31,17 @@ from icestream.config import (
     open_source,
     open_table,
 )
+from icestream.documents import rows_as_json
 from icestream.epoch import resume_point
 from icestream.errors import ConfigInvalid, IcestreamError, Retryable
 from icestream.iceberg.catalog import catalog_properties
 from icestream.iceberg.snapshots import History
 from icestream.iceberg.table import Table
 from icestream.pipeline import Pipeline, brief, missing_tables
+from icestream.sinks import of_tables
 from icestream.sources import LettersTried, Remembered
 from icestream.sources.abilities import verify
 from icestream.status import JsonFormatter, StatusServer, TextFormatter, pipeline_status
-from icestream.transform import Selects
-from icestream.worker import events_as_json
 
 log = logging.getLogger(__name__)
 
@@ -278,16 +279,16 @@ def _answers(
 
 def _check_one(pipeline: PipelineConfig, spark: Any) -> dict[str, Any]:
     sink = open_sink(pipeline, spark)
-    if pipeline.transform:
-        Selects(spark, pipeline.transform)
     with contextlib.closing(open_source(pipeline, spark)) as source:
+        behind_selects(pipeline, sink, source, spark)
         tables = list(source.tables())
         progress = sink.durable(tables)
         resume = resume_point(progress)
         missing = missing_tables(tables, progress, resume)
-        source.resume(Remembered(progress=progress, durable=resume.at, missing=missing))
+        there = of_tables(progress)
+        source.resume(Remembered(progress=there, durable=resume.at, missing=missing))
         verify(source, resume.at)
-    return {"pipeline": pipeline.name, "tables": tables, "existing": sorted(progress)}
+    return {"pipeline": pipeline.name, "tables": tables, "existing": sorted(there)}
 
 
 def _status(options: argparse.Namespace) -> int:
@@ -392,7 +393,7 @@ def _changes(options: argparse.Namespace) -> int:
         table = open_table(catalog, options.table, spark)
         end = options.end or _newest(table)
         events = changelog(spark, table, options.start, end, options.by, options.net)
-        for row in events_as_json(events):
+        for row in rows_as_json(events):
             line = json.dumps(row, ensure_ascii=False) if options.json else _change_line(row)
             sys.stdout.write(f"{line}\n")
     finally:

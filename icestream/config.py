@@ -30,12 +30,12 @@ from icestream.options import checked_map, parse_duration, taken, unknown
 from icestream.pipeline import Cadence, Pipeline
 from icestream.sinks import Sink
 from icestream.sinks.options import SinkOptions
-from icestream.sinks.transformed import TransformedSink
+from icestream.sinks.shaped import shaped
 from icestream.sources import Source
 from icestream.sources.abilities import declared
 from icestream.sources.options import Opening, SourceOptions, refused_for_topics
-from icestream.transform import Selects
-from icestream.worker import map_tasks, write_epoch, write_events, write_transformed
+from icestream.transform import WHOLE_ROWS, Selects
+from icestream.worker import map_tasks, write_epoch
 
 # What becomes of records that cannot be taken.
 STOP = "stop"
@@ -85,14 +85,11 @@ class PipelineConfig:
                 f"{self.name!r} cannot be a pipeline's name",
                 hint="Use letters, digits, '_', '-' and '.', and begin with a letter or digit.",
             )
-        self.sink.refuse_source(self.name, self.source.frames)
         self._refuse_topic_options()
         self._refuse_unknown_transforms()
 
     def _refuse_unknown_transforms(self) -> None:
         """A select whose table is misspelled would let through what it was to mask."""
-        if self.transform:
-            self.sink.refuse_transform(self.name)
         names = self.source.possible(self.sink.destination())
         for table in self.transform:
             if names is not None and not any(map(partial(_matches, table), names)):
@@ -106,6 +103,12 @@ class PipelineConfig:
             raise refused_for_topics(self.name, "route")
         if self.on_error == DEAD_LETTER:
             self.source.refuse_dead_letters(self.name)
+            if not self.sink.keeps_letters:
+                raise ConfigInvalid(
+                    f"pipeline {self.name} sets `on_error: {DEAD_LETTER}`, and its sink keeps no "
+                    "records that cannot be taken",
+                    hint="Leave it out, or use a sink that keeps them, such as `iceberg`.",
+                )
 
 
 def _matches(table: str, pattern: str) -> bool:
@@ -328,17 +331,29 @@ def open_pipeline(config: PipelineConfig, spark: SparkSession) -> Pipeline:
     sink = open_sink(config, spark)
     source = open_source(config, spark, config.sink.letter_box(sink, config.name, spark))
     cadence = _cadence(config)
-    if config.transform:
-        selects = Selects(spark, config.transform)
-        into: Sink = TransformedSink(sink, selects, partial(declared, source))
-        return Pipeline(config.name, source, into, cadence, partial(write_transformed, selects))
-    write = write_events if config.source.frames else write_epoch
-    return Pipeline(config.name, source, sink, cadence, partial(write, spark))
+    into, selects = behind_selects(config, sink, source, spark)
+    write = partial(write_epoch, spark, selects=selects)
+    return Pipeline(config.name, source, into, cadence, write)
+
+
+def behind_selects(
+    config: PipelineConfig, sink: Sink, source: Source, spark: SparkSession
+) -> tuple[Sink, Selects | None]:
+    """The sink with the selects that stand before it, if any do.
+
+    Rows that workers read become documents in Spark: they pass a select of the whole row.
+    """
+    whole = WHOLE_ROWS if config.sink.documents and not config.source.frames else ""
+    if not config.transform and not whole:
+        return sink, None
+    selects = Selects(spark, config.transform, of_all=whole)
+    return shaped(sink, selects, partial(declared, source)), selects
 
 
 def _cadence(config: PipelineConfig) -> Cadence:
     """As the file says, with what the source decides and its default heartbeat."""
-    cadence = dataclasses.replace(config.cadence, **config.source.cadence())
+    decided = {**config.source.cadence(), **config.sink.cadence()}
+    cadence = dataclasses.replace(config.cadence, **decided)
     if cadence.heartbeat_interval is not None:
         return cadence
     return dataclasses.replace(cadence, heartbeat_interval=config.source.heartbeat_seconds())

@@ -14,12 +14,14 @@ class Destination:
     `keys` has those columns by source table, or under `*`, and `key_of_all` those of every table
     that has none there; the source's own key counts where both are empty. `route` has the options
     of a rule by which records of topics belong to tables; None when it is the topic that decides.
+    `seen_early` says that what is written can be seen before its epoch is committed.
     """
 
     names: TableNames = field(default_factory=TableNames)
     keys: Mapping[str, Sequence[str]] = field(default_factory=dict)
     key_of_all: Sequence[str] = ()
     route: Mapping[str, Any] | None = None
+    seen_early: bool = False
 
     def key(self, table: str) -> Sequence[str]:
         """The columns that identify a table's rows; empty when the source's key does."""

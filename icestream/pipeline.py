@@ -67,6 +67,7 @@ from icestream.sinks import (
     StaleWrite,
     Writer,
     Written,
+    of_tables,
 )
 from icestream.sources import (
     Budget,
@@ -344,7 +345,8 @@ class Pipeline:
 
     def _ask_start(self, progress: Mapping[str, Progress], resume: Resume) -> None:
         """Tell the source what the destination remembers, and know what that means for tables."""
-        remembered = Remembered(progress=progress, durable=resume.at, missing=self._missing)
+        told = of_tables(progress)
+        remembered = Remembered(progress=told, durable=resume.at, missing=self._missing)
         self._start = self._retry(partial(self._source.resume, remembered))
 
     def _take_over(self) -> None:

@@ -398,6 +398,13 @@ def analysed(frame: DataFrame) -> Any:
     return frame._jdf.queryExecution().analyzed()
 
 
+def in_session(spark: SparkSession, frame: DataFrame) -> DataFrame:
+    """A frame of another session of the same context, as one of this session."""
+    jvm: Any = spark._jvm
+    moved = jvm.org.apache.spark.sql.classic.Dataset.ofRows(spark._jsparkSession, analysed(frame))
+    return DataFrame(moved, spark)
+
+
 def as_column(spark: SparkSession, expression: Any) -> Column:
     """An expression of an analysed plan, for frames that have the columns it refers to."""
     jvm: Any = spark._jvm

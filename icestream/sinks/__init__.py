@@ -14,6 +14,10 @@ from icestream.epoch import Epoch, Progress
 from icestream.frontier import Frontier
 from icestream.report import Report
 from icestream.schema import Column, Reads, TableShape
+from icestream.transform import TableSelect
+
+# Under this name `Sink.durable` and `Sink.claim` tell of progress that lies beside the tables.
+BESIDE = ""
 
 
 class Writer(Protocol):
@@ -43,6 +47,42 @@ class Writer(Protocol):
         self, table: str, shard: str, changes: pa.Table, each_key_once: bool = False
     ) -> Iterator[Report]:
         """Write changes and report what was written; a second call does the same again."""
+        ...
+
+
+@runtime_checkable
+class WritesDocuments(Protocol):
+    """A `Writer` that takes documents instead of rows.
+
+    Its changes have `OP`, `AT` and the columns `id` and `document` of `icestream.documents`; a
+    delete has no document. `AT` is the version of the document. Of two versions the higher stays,
+    whichever comes first.
+    """
+
+    @property
+    def version(self) -> int:
+        """The version of documents that are made of rows of this epoch.
+
+        A later epoch has a higher one, and so has every epoch of a newer run.
+        """
+        ...
+
+
+@runtime_checkable
+class SelectingWriter(Writer, Protocol):
+    """A writer whose changes have passed a select, table by table.
+
+    `schema_json` and `key` are the source's; `inner` takes what the selects give.
+    """
+
+    @property
+    def selects(self) -> Sequence[TableSelect]:
+        """The selects of tables that have one, each at its place in the frame of changes."""
+        ...
+
+    @property
+    def inner(self) -> Writer:
+        """Who takes the results."""
         ...
 
 
@@ -91,6 +131,8 @@ class Sink(Protocol):
     def durable(self, tables: Sequence[str]) -> Mapping[str, Progress]:
         """The progress of each of the pipeline's tables that exist; nothing is claimed.
 
+        A sink that keeps progress beside its tables tells it under `BESIDE`. So a frontier is known
+        before the first table is there.
         Thread: the loop's, while no epoch is written. Raises `Retryable`, `RolledBack`.
         """
         ...
@@ -146,6 +188,11 @@ class Sink(Protocol):
         ...
 
 
+def of_tables(progress: Mapping[str, Progress]) -> dict[str, Progress]:
+    """What a sink tells of its tables alone."""
+    return {table: mine for table, mine in progress.items() if table != BESIDE}
+
+
 @runtime_checkable
 class Evolves(Protocol):
     """Can change what a table takes. Without it a new or wider column stops the pipeline."""
@@ -175,7 +222,37 @@ class LooksUpRows(Protocol):
         ...
 
 
-SINK_ABILITIES = (Evolves, LooksUpRows)
+@runtime_checkable
+class RemembersSources(Protocol):
+    """Can stand behind selects: it keeps what `icestream.sinks.shaped` must know of a source.
+
+    Its `writer` also takes `read_otherwise`, the tables whose changes are read by another schema
+    than their own. Without this ability the pipeline file may have no `transform`.
+    """
+
+    def recalled(self, table: str, name: str) -> str | None:
+        """The text that a table keeps under a name; None when there is none, or no table yet.
+
+        Thread: those of epochs. Raises `Retryable`.
+        """
+        ...
+
+    def remember(self, table: str, name: str, value: str) -> None:
+        """Keep a text with a prepared table.
+
+        Thread: those of epochs. Raises `Retryable`, `ConfigInvalid`.
+        """
+        ...
+
+    def decided(self, epoch: Epoch, tables: Sequence[str]) -> Collection[str]:
+        """The tables that have taken this epoch already, so that it must be read as it was then.
+
+        Thread: those of epochs. Raises nothing.
+        """
+        ...
+
+
+SINK_ABILITIES = (Evolves, LooksUpRows, RemembersSources)
 """All of them, for the check of halves."""
 
 

@@ -22,6 +22,12 @@ class SinkOptions(Protocol):
     url_form: ClassVar[str] = ""
     """How a sink is written as one text, `<kind>://...`; empty when it cannot be."""
 
+    documents: ClassVar[bool] = False
+    """Its writers take documents, which Spark makes of rows; see `icestream.sinks`."""
+
+    keeps_letters: ClassVar[bool] = False
+    """Records that cannot be taken are kept by it, and read again; see `letter_box`."""
+
     def open(self, pipeline: str, spark: Any) -> Sink:
         """The pipeline's sink; `spark` is the session."""
         ...
@@ -56,16 +62,9 @@ class SinkOptions(Protocol):
         """Where dead letters of an opened sink are read again; None when it keeps none."""
         return None
 
-    def refuse_source(self, pipeline: str, frames: bool) -> None:
-        """Raise `ConfigInvalid` for a source whose changes the sink cannot take.
-
-        `frames` is as of `icestream.sources.options.SourceOptions`.
-        """
-        return None
-
-    def refuse_transform(self, pipeline: str) -> None:
-        """Raise `ConfigInvalid` when no select can stand before the sink."""
-        return None
+    def cadence(self) -> Mapping[str, Any]:
+        """Fields of `icestream.pipeline.Cadence` that the sink decides, whatever a file says."""
+        return {}
 
     def refuse_rollback(self, pipeline: str) -> None:
         """Raise `ConfigInvalid` unless the opened sink has `settle_rollback`."""

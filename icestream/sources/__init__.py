@@ -19,6 +19,9 @@ from icestream.frontier import START, Frontier
 from icestream.schema import Column, Reads, TableShape
 from icestream.sources.named_columns import ColumnsSeen
 
+# The columns of a frame of changes; see `FrameSplit.frame`.
+FRAME_OP, FRAME_ID, FRAME_ROW = "op", "id", "row"
+
 
 class SplitsLost(SourceUnavailable):
     """What a split was to read is gone, but the source can serve its changes in another way.
@@ -205,7 +208,7 @@ class ComparedSplit(Protocol):
 class FrameSplit(Part, Protocol):
     """A part that is relational work: its changes come out of Spark, not of a reader.
 
-    The changes are events as `icestream.sources.iceberg.changelog` describes them.
+    No row of the table has two changes in it.
     """
 
     @property
@@ -223,8 +226,17 @@ class FrameSplit(Part, Protocol):
         """Whether every change names the row that it belongs to."""
         ...
 
+    @property
+    def columns(self) -> Sequence[Column]:
+        """The columns of its rows."""
+        ...
+
     def frame(self) -> DataFrame | None:
-        """The changes, or None when there are none; asked on the coordinator."""
+        """The changes, or None when there are none; asked on the coordinator.
+
+        Its columns are `FRAME_OP` (a number of `icestream.change.Op`), `FRAME_ID` (a text that
+        names the row, or null) and `FRAME_ROW` (a struct; of a delete the key counts alone).
+        """
         ...
 
     def close(self) -> None:

@@ -34,6 +34,7 @@ from icestream.spark import analysed, as_column, contains, parsed
 from icestream.transform.spark_schema import iceberg_type, spark_type
 
 VIEW = "changes"
+WHOLE_ROWS = f"select * from {VIEW}"
 ALLOWED = f"Write `select <expressions> from {VIEW} [where <condition>]`, one row for each row."
 # The columns of a frame of changes: what passes by, the place of a change, what it is; then one
 # struct for each table, with the table's columns by number.
@@ -154,18 +155,23 @@ class _Parts:
 class Selects:
     """The selects of a pipeline, by table; safe between threads."""
 
-    def __init__(self, spark: SparkSession, texts: Mapping[str, str]):
+    def __init__(self, spark: SparkSession, texts: Mapping[str, str], of_all: str = ""):
+        """`of_all` is the select of every table that has none in `texts`; empty: it has none."""
         # The view has one name for all tables and pipelines: a session of its own keeps them apart.
         self.spark = spark.newSession()
         for name, value in _MEANING.items():
             self.spark.conf.set(name, value)
         self._texts = dict(texts)
+        self._of_all = of_all
         self._lock = threading.Lock()
         for table in self._texts:
             self._refuse_form(table)
 
     def __contains__(self, table: object) -> bool:
-        return table in self._texts
+        return table in self._texts or bool(self._of_all)
+
+    def _text(self, table: str) -> str:
+        return self._texts.get(table, self._of_all)
 
     def derived(self, table: str, source: TableShape) -> Derived:
         """What the table's select makes of rows of a shape.
@@ -204,17 +210,22 @@ class Selects:
         ]
         return T.StructType([*_HEAD.fields, *structs])
 
-    def applied(self, frame: DataFrame, selects: Sequence[TableSelect]) -> DataFrame:
+    def applied(
+        self, frame: DataFrame, selects: Sequence[TableSelect], identified: bool = False
+    ) -> DataFrame:
         """A frame of changes with each table's struct holding the columns of its select's result.
 
         A change whose row does not meet the condition becomes a delete, because an earlier version
-        of the row may have met it; one that is sure to be the row's first goes away.
+        of the row may have met it; one that is sure to be the row's first goes away. Without a key
+        nothing can be deleted, unless the rows are `identified` by something else.
         """
         for place, each in enumerate(selects):
-            frame = self._applied_one(frame, place, each)
+            frame = self._applied_one(frame, place, each, identified or bool(each.key))
         return frame
 
-    def _applied_one(self, frame: DataFrame, place: int, each: TableSelect) -> DataFrame:
+    def _applied_one(
+        self, frame: DataFrame, place: int, each: TableSelect, deletable: bool
+    ) -> DataFrame:
         source = F.col(struct_name(place))
         names = [field.name for field in schema_from_json(each.source_json).fields]
         fields = [source.getField(f"f{n}").alias(name) for n, name in enumerate(names)]
@@ -230,7 +241,7 @@ class Selects:
         keep = F.when(alive, F.coalesce(keep, F.lit(False))).otherwise(F.lit(False))
         told = shown.select(*columns, keep.alias(_KEEP))
         kept = self._columns(told)[-1]
-        stays = ~own | kept | (op != int(Op.INSERT)) if each.key else ~own | kept
+        stays = ~own | kept | (op != int(Op.INSERT)) if deletable else ~own | kept
         result = F.when(own, F.struct(*self._results(parts, each, kept)))
         gone = F.lit(int(Op.DELETE)).cast("tinyint")
         changed = {
@@ -267,7 +278,7 @@ class Selects:
         with self._lock:
             view.createOrReplaceTempView(VIEW)
             try:
-                frame = self.spark.sql(self._texts[table])
+                frame = self.spark.sql(self._text(table))
             except AnalysisException as error:
                 raise _not_understood(table, error, view.columns) from error
         plan = analysed(frame)
@@ -282,7 +293,7 @@ class Selects:
 
     def _named(self, table: str, columns: Sequence[str]) -> frozenset[str]:
         """The columns that the text of the table's select names, whatever `*` stands for."""
-        nodes = _nodes(parsed(self.spark, self._texts[table]))
+        nodes = _nodes(parsed(self.spark, self._text(table)))
         called = {VIEW, *(n.alias() for n in nodes if n.nodeName() == "SubqueryAlias")}
         qualifiers = {name.lower() for name in called}
         words: set[str] = set()
@@ -294,7 +305,7 @@ class Selects:
     def _refuse_form(self, table: str) -> None:
         """Look at the text alone: nothing but a select is ever handed to Spark to be analysed."""
         try:
-            plan = parsed(self.spark, self._texts[table])
+            plan = parsed(self.spark, self._text(table))
         except AnalysisException as error:
             raise _not_understood(table, error, ()) from error
         _condition(table, plan, "UnresolvedRelation")
@@ -313,7 +324,7 @@ class Selects:
                         raise _unnamed(table, "`*` within an expression")
                     if "UnresolvedIdentifier" in kind:
                         raise _unnamed(table, "`identifier`")
-                    if _is_clock_literal(each, self._texts[table]):
+                    if _is_clock_literal(each, self._text(table)):
                         raise _fickle(table)
 
     def _refuse_fickle(self, table: str, expression: Any) -> None:

@@ -51,11 +51,11 @@ from icestream.schema import TableShape, arrow_schema, schema_from_json
 from icestream.sinks import Written
 from icestream.sinks.iceberg import IcebergSink
 from icestream.sinks.iceberg.options import IcebergSinkOptions
-from icestream.sinks.transformed import SOURCE_PROPERTY, TransformedSink
+from icestream.sinks.shaped import SOURCE_PROPERTY, shaped
 from icestream.sources import Targets
 from icestream.spark import stored_rows
 from icestream.transform import Selects
-from icestream.worker import write_transformed
+from icestream.worker import write_epoch
 from tests.integration.changelog import Changelog
 from tests.integration.hand_fed import array, shape
 from tests.integration.pipelines import document, run_once
@@ -287,8 +287,8 @@ class Fed:
         given = IcebergSinkOptions(catalog=properties, namespace=NAMESPACE, **options)
         catalog = open_catalog(properties, spark)
         inner = IcebergSink(catalog, given, PIPELINE, partial(stored_rows, spark))
-        self.selects = Selects(spark, texts)
-        self.sink = TransformedSink(inner, self.selects)
+        self.spark, self.selects = spark, Selects(spark, texts)
+        self.sink = shaped(inner, self.selects)
         self.shapes = shapes
         found = self.sink.claim(list(shapes)).values()
         self.number = max((progress.epoch for progress in found), default=0)
@@ -306,7 +306,9 @@ class Fed:
         for table, known in self.shapes.items():
             assert self.sink.prepare(table, lambda known=known: known)
         writer = self.sink.writer(epoch, list(self.shapes))
-        write = partial(write_transformed, self.selects, splits, writer, keyed, "by hand")
+        write = partial(
+            write_epoch, self.spark, splits, writer, keyed, "by hand", selects=self.selects
+        )
         outcome, again = write(), write()
         assert _digests(outcome.reports) == _digests(again.reports)
         assert outcome.learned == again.learned

@@ -85,21 +85,6 @@ class FolderOptions(SinkOptions):
             for table, progress in sorted(sink.durable(tables).items())
         ]
 
-    def refuse_source(self, pipeline: str, frames: bool) -> None:
-        """Files are made of change batches."""
-        if frames:
-            raise ConfigInvalid(
-                f"pipeline {pipeline} joins a source and a sink that do not fit",
-                hint="A folder takes changes that workers read, not frames of events.",
-            )
-
-    def refuse_transform(self, pipeline: str) -> None:
-        """A select needs a table that remembers the source's columns."""
-        raise ConfigInvalid(
-            f"pipeline {pipeline} sets `transform`, and a folder takes rows as they are",
-            hint="Leave it out.",
-        )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:

@@ -4,8 +4,10 @@ import uuid
 
 import pyarrow as pa
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from icestream.change import AT, BEFORE, OP, SEQ, Op, fold, only_within
+from icestream.change import AT, BEFORE, OP, SEQ, Op, fold, last_of_each, only_within
 
 INSERT, UPSERT, DELETE = Op.INSERT, Op.UPSERT, Op.DELETE
 
@@ -165,3 +167,27 @@ def test_a_span_holds_its_lower_bound_and_not_its_upper_one():
     inside = only_within(table, (1, 7), (3, 0))
     places = zip(inside.column(AT).to_pylist(), inside.column(SEQ).to_pylist(), strict=True)
     assert list(places) == [(1, 7), (2, 0), (2, 7)]
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3), st.sampled_from(list(Op)))))
+def test_the_last_change_of_each_key_is_left_deletes_among_them(made):
+    """E9, O12: as a plain loop over the changes in their order has it."""
+    changes = pa.table(
+        {
+            OP: pa.array([int(op) for _, _, op in made], pa.int8()),
+            AT: pa.array([at for at, _, _ in made], pa.int64()),
+            SEQ: pa.array(range(len(made)), pa.int64()),
+            "id": pa.array([key for _, key, _ in made], pa.int64()),
+        }
+    )
+    expected: dict[int, tuple[int, int, Op]] = {}
+    count: dict[int, int] = {}
+    for seq, (at, key, op) in sorted(enumerate(made), key=lambda each: (each[1][0], each[0])):
+        expected[key] = at, seq, op
+        count[key] = count.get(key, 0) + 1
+    found = last_of_each(changes, ["id"]).to_pylist()
+    assert len(found) == len(expected)
+    for row in found:
+        at, seq, op = expected[row["id"]]
+        again = op == Op.INSERT and count[row["id"]] > 1
+        assert (row[AT], row[SEQ], row[OP]) == (at, seq, Op.UPSERT if again else op)

@@ -10,7 +10,6 @@ import pytest
 from pyiceberg.schema import Schema
 from pyiceberg.types import LongType, NestedField, UUIDType
 
-from icestream import worker
 from icestream.change import AT, OP, SEQ, Op
 from icestream.errors import Broken, DataRejected, SchemaRejected, SourceUnavailable
 from icestream.iceberg.files import FileClosed
@@ -19,15 +18,9 @@ from icestream.schema import Column, SchemaGap, TableShape
 from icestream.sources import Need, TableSplit, TablesUnready, ValuesNeeded
 from icestream.sources.named_columns import ColumnsSeen, Seen
 from icestream.transform import TableSelect
-from icestream.worker import (
-    Outcome,
-    Typed,
-    Unready,
-    _hashes,
-    _write_typed,
-    map_tasks,
-    write_epoch,
-)
+from icestream.worker import Outcome, Unready, map_tasks, wide, write_epoch
+from icestream.worker.by_key import hashes_of
+from icestream.worker.wide import WideFrame, write_wide
 from tests.property.local_spark import LocalSpark, travelled
 from tests.property.tables import LocalTable
 
@@ -187,7 +180,7 @@ def test_a_key_has_one_bucket_whatever_its_batch_holds():
     for kind, value in ((pa.int64(), 2**60 + 1), (pa.bool_(), True), (pa.string(), "x")):
         alone = pa.table({"k": pa.array([value], kind)})
         beside = pa.table({"k": pa.array([value, None], kind)})
-        found = [_hashes(each, ["k"], 1 << 30)[0] for each in (alone, beside)]
+        found = [hashes_of(each, ["k"], 1 << 30)[0] for each in (alone, beside)]
         assert found[0] == found[1], kind
 
 
@@ -390,8 +383,8 @@ def selected(*rows: tuple[int, int]) -> pa.RecordBatch:
 
 def test_selected_rows_are_written_by_bucket_and_in_parts_where_no_key_comes_twice(monkeypatch):
     """E11, E10: memory is bounded where that is safe; the names of files say nothing of chance."""
-    monkeypatch.setattr(worker, "_WRITE_BYTES", 1)  # real parts have hundreds of megabytes
-    layout = Typed(
+    monkeypatch.setattr(wide, "WRITE_BYTES", 1)  # real parts have hundreds of megabytes
+    layout = WideFrame(
         tables=["t"],
         shared=frozenset(),
         start=10,
@@ -401,7 +394,7 @@ def test_selected_rows_are_written_by_bucket_and_in_parts_where_no_key_comes_twi
     )
     batches = [selected((10, 1), (10, 2), (0, 0), (11, 3)), selected((11, 4), (12, 5)), selected()]
     writer = Noted()
-    rows = list(_write_typed(batches, writer, layout))
+    rows = list(write_wide(batches, writer, layout))
     assert writer.calls == [
         ("00000", [1, 2], False),
         ("00001.0", [3], True),
@@ -410,7 +403,7 @@ def test_selected_rows_are_written_by_bucket_and_in_parts_where_no_key_comes_twi
     ]
     assert [payload for _, _, payload in rows].count(b"x") == 1
     shared = Noted()
-    list(_write_typed(batches, shared, replace(layout, shared=frozenset(["t"]))))
+    list(write_wide(batches, shared, replace(layout, shared=frozenset(["t"]))))
     assert shared.calls == [
         ("b00010", [1, 2], False),
         ("b00011", [3, 4], False),
@@ -420,7 +413,7 @@ def test_selected_rows_are_written_by_bucket_and_in_parts_where_no_key_comes_twi
 
 def test_tables_that_come_in_turn_are_each_written_once(monkeypatch):
     """E11, Mend h1: a key's changes are folded together, wherever they lie in their split."""
-    layout = Typed(
+    layout = WideFrame(
         tables=["t", "u"],
         shared=frozenset(),
         start=10,
@@ -430,16 +423,16 @@ def test_tables_that_come_in_turn_are_each_written_once(monkeypatch):
     )
     writer = Noted(selects=[replace(Noted().selects[0], table=table) for table in ("t", "u")])
     in_turn = [selected((10, 1), (14, 2), (10, 3)), selected((14, 4), (0, 0), (11, 5), (15, 6))]
-    list(_write_typed(in_turn, writer, layout))
+    list(write_wide(in_turn, writer, layout))
     assert writer.calls == [
         ("00000", [1, 3], False),
         ("00000", [2, 4], False),
         ("00001", [5], True),
         ("00001", [6], True),
     ]
-    monkeypatch.setattr(worker, "_WRITE_BYTES", 1)  # real parts have hundreds of megabytes
+    monkeypatch.setattr(wide, "WRITE_BYTES", 1)  # real parts have hundreds of megabytes
     in_parts = Noted(selects=writer.selects)
-    list(_write_typed([selected((11, 1), (15, 2)), selected((11, 3))], in_parts, layout))
+    list(write_wide([selected((11, 1), (15, 2)), selected((11, 3))], in_parts, layout))
     assert in_parts.calls == [
         ("00001.0", [1], True),
         ("00001.1", [2], True),

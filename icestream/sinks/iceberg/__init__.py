@@ -140,8 +140,9 @@ class IcebergSink:
         return True
 
     def recalled(self, table: str, name: str) -> str | None:
-        """A property of a table that is prepared."""
-        return self._states[table].handle.properties().get(name)
+        """A property of a table; None of one that is not prepared."""
+        state = self._states.get(table)
+        return state.handle.properties().get(name) if state else None
 
     def remember(self, table: str, name: str, value: str) -> None:
         """Set a property of a table that is prepared."""

@@ -68,6 +68,7 @@ class RouteOptions:
 class IcebergSinkOptions(SinkOptions):
     """Options of the Iceberg sink."""
 
+    keeps_letters = True
     url_form = "iceberg://<rest-endpoint>/<namespace>/<table>?warehouse=s3://..."
 
     catalog: Mapping[str, str] = field(
@@ -169,14 +170,6 @@ class IcebergSinkOptions(SinkOptions):
         from icestream.sinks.iceberg.letters import IcebergLetterBox
 
         return IcebergLetterBox(sink, pipeline, partial(sessions.staged_rows, spark))
-
-    def refuse_source(self, pipeline: str, frames: bool) -> None:
-        """Frames of events have no writer of table files."""
-        if frames:
-            raise ConfigInvalid(
-                f"pipeline {pipeline} joins a source and a sink that do not fit",
-                hint="Changes of Iceberg tables go to an opensearch sink.",
-            )
 
     def refuse_rollback(self, pipeline: str) -> None:
         """Tables can be rolled back."""

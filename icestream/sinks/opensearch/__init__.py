@@ -11,8 +11,8 @@ first document of a table is sent the progress names its index, and the index it
 import logging
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 from urllib.parse import quote
@@ -28,19 +28,22 @@ from icestream.errors import (
     check,
 )
 from icestream.report import Report
-from icestream.schema import Column, TableShape
-from icestream.sinks import Committed, Written
+from icestream.schema import Column, TableShape, grown
+from icestream.sinks import BESIDE, Committed, Written
 from icestream.sinks.opensearch.bulk import OpenSearchWriter, Tally
 from icestream.sinks.opensearch.client import BAD_REQUEST, NOT_FOUND, OK, Answer, Client
 from icestream.sinks.opensearch.commit import (
     SEEN,
     Commit,
     Conflicts,
+    Head,
     Index,
     ProgressDocument,
+    Standings,
     create_index,
     seen,
 )
+from icestream.sinks.opensearch.emptying import empty
 from icestream.sinks.opensearch.mapping import missing, narrower, properties
 from icestream.sinks.opensearch.options import DEAD_LETTER, OpenSearchOptions, dead_letters
 from icestream.sinks.opensearch.owners import KEY, Owner, refuse_other, stranger
@@ -71,6 +74,8 @@ _DEAD_LETTERS = {
         "when": {"type": "date"},
     },
 }
+# 2^22 runs fit beside this many epochs into a version.
+_EPOCH_BITS = 40
 _TEMPLATE_NAME = re.compile(r"[^a-z0-9._-]")
 _OPERATIONS = {
     "indexed": "indexed",
@@ -85,15 +90,16 @@ class _State:
     """What this run knows of the pipeline: what it last saw or made.
 
     `named` are the tables whose indices the progress document names, `metas` what the mappings of
-    prepared indices say of themselves.
+    prepared indices say of themselves, `shapes` the columns and keys of prepared tables.
     """
 
     progress: Progress
+    standings: Standings = field(default_factory=Standings)
     indices: dict[str, Index] = field(default_factory=dict)
     named: set[str] = field(default_factory=set)
     metas: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     table_ids: dict[str, str] = field(default_factory=dict)
-    mapped: dict[str, Sequence[Column]] = field(default_factory=dict)
+    shapes: dict[str, TableShape] = field(default_factory=dict)
 
 
 class OpenSearchSink:
@@ -107,7 +113,7 @@ class OpenSearchSink:
         self._state: _State | None = None
 
     def durable(self, tables: Sequence[str]) -> Mapping[str, Progress]:
-        """What the document remembers, the same for each table; see `Sink.durable`.
+        """What the document remembers of each table that it names; see `Sink.durable`.
 
         Raises what would keep a run from writing to one of the indices.
         """
@@ -117,7 +123,7 @@ class OpenSearchSink:
         for table in tables:
             if table not in head.indices:
                 self._found(table, self._owner(table), None)
-        return dict.fromkeys(tables, head.progress) if head.sequence is not None else {}
+        return _progress(head) if head.sequence is not None else {}
 
     def claim(self, tables: Sequence[str]) -> Mapping[str, Progress]:
         """Publish the next generation; see `Sink.claim`.
@@ -126,20 +132,22 @@ class OpenSearchSink:
         """
         self._refuse_shared(tables)
         head = self._document.claim(tables)
-        self._state = _State(head.progress, dict(head.indices), set(head.indices))
+        self._state = _State(head.progress, head.standings, dict(head.indices), set(head.indices))
         failpoints.reach(failpoints.AFTER_CLAIM)
-        return dict.fromkeys(tables, head.progress)
+        return _progress(head)
 
     def prepare(self, table: str, shape: Callable[[], TableShape | None]) -> bool:
         """Make sure that the index is there and knows the table's columns; see `Sink.prepare`.
 
         The shape is asked every time, for this is how the index learns of new columns.
         """
-        state, known = self._claimed(), shape()
-        if known is None:
+        state, told = self._claimed(), shape()
+        if told is None:
             return self._entered(table)
+        known = replace(told, key=self._options.destination().key(table) or told.key)
         columns = list(known.columns)
-        if state.mapped.get(table) == columns and table in state.indices:
+        before = state.shapes.get(table)
+        if before and list(before.columns) == columns and table in state.indices:
             return True
         index = self._options.index_name(table)
         state.table_ids[table] = known.table_id
@@ -156,27 +164,59 @@ class OpenSearchSink:
             self._install_template(dead_letters(name), _DEAD_LETTERS, {})
         self._remember_deletes(name)
         self._complete(name, columns)
-        state.mapped[table] = columns
+        state.shapes[table] = known
         return True
 
-    def writer(self, epoch: Epoch, tables: Sequence[str]) -> OpenSearchWriter:
+    def evolve(self, table: str, columns: Sequence[Column]) -> None:
+        """Let the index take columns that it lacks; see `Evolves.evolve`."""
+        state = self._claimed()
+        shape = grown(state.shapes[table], columns, table)
+        self._complete(state.indices[table].name, list(shape.columns))
+        state.shapes[table] = shape
+
+    def recalled(self, table: str, name: str) -> str | None:
+        """What the mapping of the table's index keeps under a name."""
+        meta = self._claimed().metas.get(table)
+        if meta is None:
+            # One index, of any name: the table's may be that of an alias.
+            found = self._document.look([self._options.index_name(table)])
+            meta = next(iter(found.values())).meta if found else {}
+        kept = meta.get(name)
+        return str(kept) if kept is not None else None
+
+    def remember(self, table: str, name: str, value: str) -> None:
+        """Keep a text in the mapping of the table's index."""
+        self._describe(table, {name: value})
+
+    def decided(self, epoch: Epoch, tables: Sequence[str]) -> Collection[str]:
+        """None: one document speaks for all tables, so an epoch is never half there."""
+        return ()
+
+    def writer(
+        self, epoch: Epoch, tables: Sequence[str], read_otherwise: Collection[str] = ()
+    ) -> OpenSearchWriter:
         """A writer for the epoch; what it sends is recognised when it is sent again."""
         self._take(tables)
-        indices = self._claimed().indices
+        state = self._claimed()
         return OpenSearchWriter(
             options=self._options,
-            indices={table: indices[table].name for table in tables},
+            indices={table: state.indices[table].name for table in tables},
+            version=document_version(state.progress.generation, epoch.number),
+            shapes={table: state.shapes[table] for table in read_otherwise},
             # Those of the coordinator: a worker's environment may have none.
             credentials=from_environment() if self._options.aws_sigv4 else None,
         )
 
     def commit(self, written: Written) -> Sequence[Committed]:
         """Move the frontier past an epoch whose every operation is acknowledged."""
-        check(not written.truncated, "no table of this sink is truncated")
         started = time.monotonic()
         tallies = [(report.table, _tally(report)) for report in written.reports]
-        tables = sorted({table for table, _ in tallies})
-        duplicate = self._publish(written.epoch, written.labels, tables, _conflicts(tallies))
+        tables = sorted({*(table for table, _ in tallies), *written.truncated})
+        state = self._claimed()
+        emptied = document_version(state.progress.generation, written.epoch.number) - 1
+        for table in sorted(written.truncated):
+            empty(self._client, self._options, state.indices[table].name, emptied)
+        duplicate = self._publish(written, tables, _conflicts(tallies))
         seconds = time.monotonic() - started
         for table in tables:
             metrics.COMMIT_LATENCY.labels(table).observe(seconds)
@@ -189,8 +229,14 @@ class OpenSearchSink:
         ]
 
     def heartbeat(self, epoch: Epoch, labels: Mapping[str, str], table: str | None = None) -> bool:
-        """Publish the frontier of an epoch without changes."""
-        self._publish(epoch, labels, ())
+        """Publish the frontier of an epoch without changes, in the name of a table if one is given.
+
+        A table that is named here is known from then on, though it holds no document.
+        """
+        if table is not None:
+            self._take([table])
+        written = Written(epoch=epoch, reports=(), writer=None, labels=labels)
+        self._publish(written, [table] if table is not None else [])
         return True
 
     def status(self, tables: Sequence[str]) -> list[dict[str, object]]:
@@ -199,7 +245,7 @@ class OpenSearchSink:
         Nothing is claimed. Of a pipeline without progress only the tables that would stop it.
         """
         head = self._document.read()
-        progress = head.progress
+        progress = head.standings.of(head.progress)
         found = self._document.look([index.name for index in head.indices.values()])
         rows: list[dict[str, object]] = []
         for table in sorted({*tables, *head.indices}):
@@ -238,13 +284,9 @@ class OpenSearchSink:
         return self._state
 
     def _publish(
-        self,
-        epoch: Epoch,
-        labels: Mapping[str, str],
-        tables: Sequence[str],
-        conflicts: Conflicts | None = None,
+        self, written: Written, tables: Sequence[str], conflicts: Conflicts | None = None
     ) -> bool:
-        state = self._claimed()
+        state, epoch = self._claimed(), written.epoch
         new = Progress(
             pipeline=self._pipeline,
             generation=state.progress.generation,
@@ -254,15 +296,17 @@ class OpenSearchSink:
             # One document speaks for all tables: whoever finds it finds the epoch complete.
             tables=1,
         )
+        standings = state.standings.after(state.progress, epoch.upper, tables, written.replaying)
         commit = Commit(
             expected=state.progress,
             new=new,
             indices={table: state.indices[table] for table in tables},
-            labels=labels,
+            labels=written.labels,
+            standings=standings,
             conflicts=conflicts,
         )
         duplicate = self._document.publish(commit)
-        state.progress = new
+        state.progress, state.standings = new, standings
         return duplicate
 
     def _count(self, tallies: Sequence[tuple[str, Tally]]) -> None:
@@ -306,17 +350,22 @@ class OpenSearchSink:
         if new:
             self._document.name(state.progress, new)
             state.named |= new.keys()
+            state.standings = state.standings.naming(new)
         for table in tables:
             mine, meta = self._owner(table).to_json(), state.metas.get(table)
-            if meta is None or meta.get(KEY) == mine:
-                continue
-            index, meta = state.indices[table].name, {**meta, KEY: mine}
-            answer = self._client.call("PUT", f"/{quote(index, safe='')}/_mapping", {"_meta": meta})
-            if answer.status != OK:
-                raise ConfigInvalid(
-                    f"index {index} does not take the name of its owner", detail=answer.reason
-                )
-            state.metas[table] = meta
+            if meta is not None and meta.get(KEY) != mine:
+                self._describe(table, {KEY: mine})
+
+    def _describe(self, table: str, told: Mapping[str, Any]) -> None:
+        """Let the table's index say more of itself."""
+        state = self._claimed()
+        index, meta = state.indices[table].name, {**state.metas.get(table, {}), **told}
+        answer = self._client.call("PUT", f"/{quote(index, safe='')}/_mapping", {"_meta": meta})
+        if answer.status != OK:
+            raise ConfigInvalid(
+                f"index {index} does not take what it is to say of itself", detail=answer.reason
+            )
+        state.metas[table] = meta
 
     def _found(
         self, table: str, mine: Owner, before: Index | None, named: bool = False
@@ -457,6 +506,28 @@ class OpenSearchSink:
             raise _deleted(index)
         found: Mapping[str, Any] = answer.json()[index]["mappings"]
         return found
+
+
+def document_version(generation: int, epoch: int) -> int:
+    """The version of documents that are made of rows: the run comes first, then its epoch.
+
+    A run that was given up may have sent epochs that nobody will ever commit. The next run sends
+    their changes again, in epochs of the same numbers or lower ones. They must win. Every second
+    number is free: an epoch that empties a table does so just before its own documents.
+    """
+    check(epoch < 1 << _EPOCH_BITS, "epochs are fewer than 2^40")
+    return ((generation << _EPOCH_BITS) + epoch) * 2 + 1
+
+
+def _progress(head: Head) -> dict[str, Progress]:
+    """What the document says of each table, and of itself; see `Standings`."""
+    standings, last = head.standings, head.progress
+    at = standings.of(last)
+    nothing = Progress(pipeline=last.pipeline, generation=last.generation)
+    found = {table: nothing if table in standings.unfilled else at for table in head.indices}
+    for table, upper in standings.behind.items():
+        found[table] = replace(nothing, upper=upper, replaying=True)
+    return {**found, BESIDE: replace(at, epoch=last.epoch)}
 
 
 def _tally(report: Report) -> Tally:

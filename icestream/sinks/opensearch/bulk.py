@@ -5,8 +5,9 @@
                                             └─────────────────┘  refused: dead letter, or stop
 
 The lines of all changes are built as one Arrow column, and a request's body is a piece of that
-column's memory. Every operation carries the row's Iceberg sequence number as an external version:
-the same change again is accepted and changes nothing, an older one is answered with a conflict and
+column's memory. Every operation carries a version that orders the changes of one row (`AT`: the
+sequence number of an Iceberg snapshot, or the run and the epoch) as an external version: the same
+change again is accepted and changes nothing, an older one is answered with a conflict and
 counted as superseded. So a task may run twice, or long after a newer run has taken over. A run that
 no newer one has fenced never meets a conflict, unless a stranger writes there: its commit refuses.
 
@@ -26,7 +27,7 @@ import re
 import time
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from urllib.parse import quote
 
 import numpy as np
@@ -34,14 +35,17 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from icestream.change import AT, OP, Op
+from icestream.documents import DOCUMENT, ID
 from icestream.errors import (
     CommitUnknown,
+    ConfigInvalid,
     DataRejected,
     ProgressLost,
     TargetUnavailable,
     check,
 )
 from icestream.report import Report
+from icestream.schema import TableShape, new_schema
 from icestream.sinks.opensearch.client import (
     BAD_REQUEST,
     CONFLICT,
@@ -65,8 +69,6 @@ from icestream.sinks.opensearch.signing import Credentials
 
 log = logging.getLogger(__name__)
 
-ID = "id"
-DOCUMENT = "document"
 DOCUMENTS = "documents"
 
 # OpenSearch refuses a whole request because of one id beyond this.
@@ -153,10 +155,16 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenSearchWriter:
-    """Sends changes from workers; plain data."""
+    """Sends changes from workers; plain data.
+
+    `version` is that of documents which are made of rows, `shapes` are the tables that these rows
+    have, as far as they are known.
+    """
 
     options: OpenSearchOptions
     indices: Mapping[str, str]
+    version: int = 0
+    shapes: Mapping[str, TableShape] = field(default_factory=dict)
     credentials: Credentials | None = None
 
     def tables(self) -> Collection[str]:
@@ -164,20 +172,26 @@ class OpenSearchWriter:
         return self.indices.keys()
 
     def schema_json(self, table: str) -> str:
-        """Nothing: documents come ready made."""
-        return ""
+        """The columns of a table's documents; empty while nobody has told them."""
+        shape = self.shapes.get(table)
+        return new_schema(shape, table).model_dump_json() if shape else ""
 
     def reads(self, table: str) -> None:
         """Nothing is selected."""
         return None
 
     def refused(self, table: str) -> str | None:
-        """Nothing: the tables are those of the configuration."""
+        """Why no index can have the table's name; None when one can."""
+        try:
+            self.options.index_name(table)
+        except ConfigInvalid as error:
+            return error.message
         return None
 
     def key(self, table: str) -> Sequence[str]:
-        """What identifies a document."""
-        return (ID,)
+        """The columns that a document's id is made of; empty when the source names its rows."""
+        shape = self.shapes.get(table)
+        return shape.key if shape else ()
 
     def write(
         self, table: str, shard: str, changes: pa.Table, each_key_once: bool = False
@@ -190,7 +204,7 @@ class OpenSearchWriter:
         """
         client = Client(self.options, self.credentials)
         try:
-            sending = _Sending(client, self.options, self.indices[table], _in_one_piece(changes))
+            sending = Sending(client, self.options, self.indices[table], _in_one_piece(changes))
             tally = sending.run()
         finally:
             client.close()
@@ -203,7 +217,7 @@ class OpenSearchWriter:
         )
 
 
-class _Sending:
+class Sending:
     """The way of one call's changes into one index."""
 
     def __init__(

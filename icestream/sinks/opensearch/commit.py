@@ -16,7 +16,7 @@ import logging
 import time
 import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import quote
 
@@ -106,10 +106,51 @@ class Conflicts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Standings:
+    """Where the tables stand, while some do not stand where the others do.
+
+    `level` is the last epoch of the tables that are level; None when it is the last epoch of all.
+    `behind` has the frontier of each table that is brought forward to the others. `unfilled` are
+    tables whose index is named, and that have taken no epoch yet.
+
+    An example: tables a and b are level at epoch 7, `[60, 70)`. Table c was added: it is unfilled
+    when its index is named. Epoch 8, `[0, 30)`, is of c alone. Then the document's own epoch is 8,
+    `level` is epoch 7, and `behind` has c at 30. Epoch 9, `[30, 70)`, brings c to the others:
+    `behind` is empty, and `level` still is epoch 7. Epoch 10, `[70, 80)`, is of all tables: there
+    is no `level` any more.
+    """
+
+    level: Progress | None = None
+    behind: Mapping[str, Frontier] = field(default_factory=dict)
+    unfilled: frozenset[str] = frozenset()
+
+    def of(self, last: Progress) -> Progress:
+        """The last epoch of the tables that are level, given the document's own."""
+        return replace(self.level, generation=last.generation) if self.level else last
+
+    def after(
+        self, last: Progress, upper: Frontier, tables: Collection[str], replaying: bool
+    ) -> "Standings":
+        """What becomes of it by an epoch of these tables up to `upper`; `last` was before it."""
+        behind, unfilled = self.behind, self.unfilled.difference(tables)
+        if not tables or not self.of(last).upper.covers(upper):
+            return Standings(behind=behind, unfilled=unfilled)
+        # The others have been there: the epoch brings a table forward.
+        behind = {table: at for table, at in behind.items() if table not in tables}
+        behind |= dict.fromkeys(tables, upper) if replaying else {}
+        return Standings(level=self.level or last, behind=behind, unfilled=unfilled)
+
+    def naming(self, tables: Collection[str]) -> "Standings":
+        """The same with new tables."""
+        return replace(self, unfilled=self.unfilled.union(tables))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
     """The progress document as it was found; the swap is based on exactly this one."""
 
     progress: Progress
+    standings: Standings = field(default_factory=Standings)
     batch_id: str = ""
     claim_id: str = ""
     indices: Mapping[str, Index]
@@ -126,6 +167,7 @@ class Commit:
     new: Progress
     indices: Mapping[str, Index]
     labels: Mapping[str, str]
+    standings: Standings = field(default_factory=Standings)
     conflicts: Conflicts | None = None
 
     @property
@@ -207,7 +249,13 @@ class ProgressDocument:
             head = self.read()
             refuse_newer(head.progress, mine.generation, self._subject)
             refuse_others(head.progress, mine, self._subject)
-            self._swap(head, self._source(mine, replace(head, indices={**head.indices, **indices})))
+            new = [table for table in indices if table not in head.indices]
+            more = replace(
+                head,
+                indices={**head.indices, **indices},
+                standings=head.standings.naming(new),
+            )
+            self._swap(head, self._source(mine, more))
 
         insist(attempt, self._attempts(CONFLICTS_MAX))
 
@@ -289,18 +337,20 @@ class ProgressDocument:
     ) -> dict[str, Any]:
         """The document of a progress; a claim publishes no epoch and so has no batch id."""
         indices = {**head.indices, **(commit.indices if commit else {})}
+        standings = commit.standings if commit else head.standings
+        level = standings.level
         return {
             "pipeline": progress.pipeline,
             "generation": progress.generation,
-            "epoch": progress.epoch,
-            "lower": progress.lower.to_json(),
-            "upper": progress.upper.to_json(),
-            "tables": progress.tables,
+            **_bounds(progress),
             "batch_id": commit.batch_id if commit else "",
             "claim_id": claim_id,
             "indices": {table: index.to_json() for table, index in sorted(indices.items())},
             "labels": dict(commit.labels) if commit else {},
             "committed_at": time.time() if commit else head.committed_at,
+            "level": _bounds(level) if level else None,
+            "behind": {table: at.to_json() for table, at in sorted(standings.behind.items())},
+            "unfilled": sorted(standings.unfilled),
         }
 
     def _swap(self, head: Head, source: Mapping[str, Any]) -> None:
@@ -413,17 +463,36 @@ def seen(answer: Answer) -> dict[str, Seen]:
     return found
 
 
+def _bounds(progress: Progress) -> dict[str, Any]:
+    return {
+        "epoch": progress.epoch,
+        "lower": progress.lower.to_json(),
+        "upper": progress.upper.to_json(),
+        "tables": progress.tables,
+    }
+
+
 def _head(body: Mapping[str, Any], pipeline: str) -> Head:
     source = body["_source"]
     check(source.get("pipeline") == pipeline, "a progress document names its own pipeline")
-    return Head(
-        progress=Progress(
+
+    def progress(bounds: Mapping[str, Any]) -> Progress:
+        return Progress(
             pipeline=pipeline,
             generation=int(source["generation"]),
-            epoch=int(source["epoch"]),
-            lower=Frontier.from_json(source["lower"]),
-            upper=Frontier.from_json(source["upper"]),
-            tables=int(source["tables"]),
+            epoch=int(bounds["epoch"]),
+            lower=Frontier.from_json(bounds["lower"]),
+            upper=Frontier.from_json(bounds["upper"]),
+            tables=int(bounds["tables"]),
+        )
+
+    level, behind = source.get("level"), source.get("behind") or {}
+    return Head(
+        progress=progress(source),
+        standings=Standings(
+            level=progress(level) if level else None,
+            behind={table: Frontier.from_json(at) for table, at in behind.items()},
+            unfilled=frozenset(source.get("unfilled") or ()),
         ),
         batch_id=source["batch_id"],
         claim_id=source["claim_id"],

@@ -1,10 +1,11 @@
 """Options of the OpenSearch sink, with Data Prepper's names where it has them."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from icestream.destination import Destination
 from icestream.errors import ConfigInvalid, keep_secret
 from icestream.sinks import Sink
 from icestream.sinks.options import SinkOptions
@@ -18,12 +19,14 @@ TABLE_NAME = '${getMetadata("iceberg_table_name")}'
 # What OpenSearch takes as the name of an index.
 _INDEX_NAME = re.compile(r'[^-_+A-Z\\/*?"<>| ,#:\0-\x20][^A-Z\\/*?"<>| ,#:\0-\x20]*')
 _INDEX_BYTES_MAX = 255
-_ID_HINT = "The id of a document comes from the source's `identifier_columns`; leave this out."
+_ID_HINT = "The id of a document is made of the row's `identifier_columns`; leave this out."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenSearchOptions(SinkOptions):
     """Options of the OpenSearch sink."""
+
+    documents = True
 
     hosts: Sequence[str] = field(
         default=(),
@@ -34,6 +37,13 @@ class OpenSearchOptions(SinkOptions):
         metadata={
             "doc": "Name of the index; the table's name in lower case by default. "
             f"`{TABLE_NAME}` in it stands for that."
+        },
+    )
+    identifier_columns: Mapping[str, Sequence[str]] = field(
+        default_factory=dict,
+        metadata={
+            "doc": "Columns that identify a row, and make the id of its document, by source table, "
+            "or under `*`; the source's key by default."
         },
     )
     document_id_field: str = field(
@@ -135,21 +145,13 @@ class OpenSearchOptions(SinkOptions):
         """What the pipeline's document says of its indices, which have no snapshots."""
         return [{**row, "snapshot_id": None} for row in sink.status(tables)]
 
-    def refuse_source(self, pipeline: str, frames: bool) -> None:
-        """Documents are made of frames of events."""
-        if not frames:
-            raise ConfigInvalid(
-                f"pipeline {pipeline} joins a source and a sink that do not fit",
-                hint="Changes go from an iceberg source to an opensearch sink, and from every "
-                "other source to an iceberg sink.",
-            )
+    def destination(self) -> Destination:
+        """The columns that identify rows, where the file names them."""
+        return Destination(keys=self.identifier_columns, seen_early=True)
 
-    def refuse_transform(self, pipeline: str) -> None:
-        """Documents hold rows as they are."""
-        raise ConfigInvalid(
-            f"pipeline {pipeline} sets `transform`, which is for changes on their way into Iceberg",
-            hint="Leave it out: documents hold the rows of the Iceberg table as they are.",
-        )
+    def cadence(self) -> Mapping[str, Any]:
+        """One epoch after the other: what a later one has sent would make an earlier one stale."""
+        return {"epochs_in_flight": 1}
 
     def refuse_rollback(self, pipeline: str) -> None:
         """An index is never rolled back by itself."""

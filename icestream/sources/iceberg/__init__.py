@@ -32,8 +32,11 @@ from typing import Any, Literal
 
 from pyiceberg.types import IcebergType, NestedField, PrimitiveType, StructType
 from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
 from tqdm import tqdm
 
+from icestream.change import Op
+from icestream.destination import Destination
 from icestream.epoch import Epoch
 from icestream.errors import ConfigInvalid, SourceUnavailable, TableReplaced, TargetUnavailable
 from icestream.frontier import MINIMUM, Frontier, Position
@@ -42,6 +45,9 @@ from icestream.iceberg.snapshots import Files, Snapshot, Stage
 from icestream.iceberg.table import Table
 from icestream.schema import Column, TableShape, schema_from_json
 from icestream.sources import (
+    FRAME_ID,
+    FRAME_OP,
+    FRAME_ROW,
     EpochPlan,
     FrameSplit,
     Purpose,
@@ -50,8 +56,19 @@ from icestream.sources import (
     Standing,
     StartPlan,
     always,
+    never,
 )
-from icestream.sources.iceberg.changelog import BY_PLACE, BY_ROW_ID, Changelog
+from icestream.sources.iceberg.changelog import (
+    ACTION,
+    BY_PLACE,
+    BY_ROW_ID,
+    DELETE,
+    DOCUMENT_ID,
+    INSERT,
+    OPERATION,
+    ROW,
+    Changelog,
+)
 from icestream.sources.iceberg.options import IcebergSourceOptions, IcebergTableOptions
 
 log = logging.getLogger(__name__)
@@ -63,6 +80,10 @@ _BEFORE_ALL = -1
 _SNAPSHOT_BYTES_MIN = 64 * 1024
 _MILLISECONDS = 1000.0
 _ANEW = "remove the pipeline's progress and what it has written, so that the table is loaded anew"
+
+
+# What most of these pipelines fill.
+_INDICES = Destination(seen_early=True)
 
 
 class Anything(PrimitiveType):
@@ -92,6 +113,7 @@ class EventSplit:
     table: str
     version: int
     identified: bool
+    columns: Sequence[Column]
     size_bytes: int
     events: Callable[[Stage], DataFrame | None]
     stage: Stage
@@ -103,7 +125,14 @@ class EventSplit:
 
     def frame(self) -> DataFrame | None:
         """The changes; None when there are none. They can be used until `close`."""
-        return self.events(self.stage)
+        events = self.events(self.stage)
+        if events is None:
+            return None
+        deleted, added = F.col(ACTION) == DELETE, F.col(OPERATION) == INSERT
+        op = F.when(deleted, int(Op.DELETE)).when(added, int(Op.INSERT)).otherwise(int(Op.UPSERT))
+        return events.select(
+            op.alias(FRAME_OP), F.col(DOCUMENT_ID).alias(FRAME_ID), F.col(ROW).alias(FRAME_ROW)
+        )
 
     def close(self) -> None:
         """Let go of what was staged."""
@@ -120,10 +149,12 @@ class IcebergSource(Source):
         options: IcebergSourceOptions,
         spark: SparkSession,
         open_table: Callable[[IcebergTableOptions], Table],
+        destination: Destination = _INDICES,
     ):
         self._options = options
         self._spark = spark
         self._open_table = open_table
+        self._destination = destination
         self._followed: dict[str, _Followed] = {}
         self._shapes: dict[str, TableShape] = {}
         self._heads: dict[str, Position] = {}
@@ -181,15 +212,17 @@ class IcebergSource(Source):
     def plan(self, epoch: Epoch) -> EpochPlan:
         """The one table that an epoch moves, and what to read of it.
 
-        A milestone: what was looked at without finding a change need not be looked at again.
+        A milestone: what was looked at without finding a change need not be looked at again. A
+        choice is one only where what is sent can be seen before it is committed.
         """
-        found = []
+        found, looked = [], self._destination.seen_early
         for each in map(self._follow, self._options.tables):
             before, after = epoch.lower[each.partition], epoch.upper[each.partition]
             if before != after:
                 split = self._split(each, before, after)
                 found += [split] if split else []
-        return EpochPlan(parts=found, milestone=always)
+                looked |= not _is_choice(before, after)
+        return EpochPlan(parts=found, milestone=always if looked else never)
 
     def standing(self, frontier: Frontier) -> Standing:
         """Where each table stands, by sequence numbers.
@@ -245,7 +278,10 @@ class IcebergSource(Source):
         found = self._followed.get(options.table_name)
         if found is None:
             table = self._open_table(options)
-            changelog = Changelog(self._spark, table, options.identifier_columns, places=True)
+            key = self._key(options)
+            # A destination of rows has no place for names that are made of files.
+            places = self._destination.seen_early
+            changelog = Changelog(self._spark, table, key, places=places)
             if not changelog.identified:
                 log.warning(
                     "table %s has no identifier columns: only inserts can be taken",
@@ -256,6 +292,17 @@ class IcebergSource(Source):
             )
             self._followed[options.table_name] = found
         return found
+
+    def _key(self, options: IcebergTableOptions) -> Sequence[str]:
+        """The identifier columns, which the destination may name as well, but not others."""
+        own, asked = options.identifier_columns, self._destination.key(options.table_name)
+        if own and asked and list(own) != list(asked):
+            raise ConfigInvalid(
+                f"source and sink name other columns that identify a row of {options.table_name}",
+                detail=f"The source: {', '.join(own)}; the sink: {', '.join(asked)}.",
+                hint="Leave them out at the sink.",
+            )
+        return own or asked
 
     def _refuse_replaced(self, tables: Sequence[IcebergTableOptions], lower: Frontier) -> None:
         """A table that was read under another identity must not be taken for the same."""
@@ -335,8 +382,7 @@ class IcebergSource(Source):
             self._bars[each.name] = bar, sizes
 
     def _split(self, each: _Followed, before: Position, after: Position) -> FrameSplit | None:
-        if before == MINIMUM or before[:2] == after[:2] == (before[0], _FOLLOWING):
-            # Only a choice is made, and nothing read.
+        if _is_choice(before, after):
             return None
         if before[1] == _LOADING:
             return self._load_split(each, before, after)
@@ -383,17 +429,23 @@ class IcebergSource(Source):
         events: Callable[[Stage], DataFrame | None],
         size_bytes: int,
     ) -> FrameSplit:
-        history, key = each.changelog.history, each.options.identifier_columns
+        history, key = each.changelog.history, self._key(each.options)
         columns = _columns(history.schema_json(snapshot))
         self._shapes[each.name] = TableShape(columns=columns, key=key, table_id=history.uuid)
         return EventSplit(
             each.name,
             snapshot.sequence_number,
             each.changelog.identified,
+            columns,
             size_bytes,
             events,
             Stage(each.table, snapshot.schema_id),
         )
+
+
+def _is_choice(before: Position, after: Position) -> bool:
+    """Whether an epoch only chooses a snapshot, and nothing is read."""
+    return before == MINIMUM or before[:2] == after[:2] == (before[0], _FOLLOWING)
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
+from icestream.documents import document_id
 from icestream.errors import ConfigInvalid
 from icestream.iceberg.snapshots import DELETED, FILE, PLACE, ROW_ID, History, Snapshot, Stage, Step
 from icestream.iceberg.staged import staged_name
@@ -55,8 +56,6 @@ BY_ROW_ID = "rows"
 BY_PLACE = "places"
 
 _KEY, _SIGN, _HASH, _NAMED = "key", SIGN, "hash", "named"
-# A part of an identifier that is null; no text becomes this, as its backslash would be doubled.
-_NULL = r"\N"
 # Less than this is compared at once; more by hashes first, which takes a second look at the files.
 _LARGE_BYTES = 64 * 1024**2
 # Less than this is compared by one task: bringing rows together would take longer than they do.
@@ -369,18 +368,18 @@ class Changelog:
                 *(F.col(place).alias(place) for place in shape.key),
                 *(is_negative_zero(F.col(place)).alias(f"-0 {place}") for place in zeros),
             )
-            document_id = _document_id([(F.col(place), kinds[place]) for place in shape.key])
+            name = document_id([(F.col(place), kinds[place]) for place in shape.key])
         elif shape.by_row_id:
             key = F.struct(F.col(ROW_ID).alias(ROW_ID))
-            document_id = F.col(ROW_ID).cast("string")
+            name = F.col(ROW_ID).cast("string")
         elif shape.by_place and FILE in kinds:
             key = comparable
             # A file's name may be longer than an id.
-            document_id = F.concat(F.sha1(F.col(FILE).cast("binary")), F.lit("-"), F.col(PLACE))
+            name = F.concat(F.sha1(F.col(FILE).cast("binary")), F.lit("-"), F.col(PLACE))
         else:
-            key, document_id = comparable, F.lit(None).cast("string")
+            key, name = comparable, F.lit(None).cast("string")
         return staged.select(
-            *(key.alias(_KEY), row.alias(ROW), document_id.alias(DOCUMENT_ID), _SIGN, _NAMED),
+            *(key.alias(_KEY), row.alias(ROW), name.alias(DOCUMENT_ID), _SIGN, _NAMED),
             *_hashes_of(staged, shape),
         )
 
@@ -497,21 +496,6 @@ def _changed(rows: DataFrame, by: str, *others: Column) -> DataFrame:
     found = rows.groupBy(by).agg(*(each.alias(name) for name, each in sums.items()), *others)
     differs = reduce(lambda one, other: one | other, (F.col(name) != 0 for name in sums))
     return found.filter(differs)
-
-
-def _document_id(parts: Sequence[tuple[Column, T.DataType]]) -> Column:
-    """The identifier as text; several columns are joined so that no two keys become one text."""
-    texts = [
-        F.base64(value) if isinstance(kind, T.BinaryType) else value.cast("string")
-        for value, kind in parts
-    ]
-    if len(texts) == 1:
-        return texts[0]
-    escaped = [
-        F.coalesce(F.regexp_replace(text, r"([\\|])", r"\\$1"), F.lit(_NULL)) for text in texts
-    ]
-    separated = [part for each in escaped for part in (F.lit("|"), each)][1:]
-    return F.concat(*separated)
 
 
 def _union(frames: Sequence[DataFrame | None]) -> DataFrame | None:

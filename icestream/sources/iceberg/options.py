@@ -102,7 +102,7 @@ class IcebergSourceOptions(SourceOptions):
         def table(named: IcebergTableOptions) -> Table:
             return open_table(named.catalog or self.catalog, named.table_name, opening.spark)
 
-        return IcebergSource(self, opening.spark, table)
+        return IcebergSource(self, opening.spark, table, opening.destination)
 
     def named(self) -> Sequence[str]:
         """Its tables."""

@@ -5,7 +5,7 @@ import pickle
 import shutil
 import ssl
 import subprocess
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -35,7 +35,7 @@ from icestream.errors import (
     SchemaRejected,
     TargetUnavailable,
 )
-from icestream.schema import Column
+from icestream.schema import Column, TableShape
 from icestream.sinks.opensearch import OpenSearchOptions, OpenSearchWriter, client
 from icestream.sinks.opensearch.bulk import bulk_lines, cut, escaped, offsets
 from icestream.sinks.opensearch.mapping import field_mapping, missing, narrower, properties
@@ -183,9 +183,12 @@ def test_every_request_stays_within_its_bounds_and_all_lines_come_once_and_in_or
 
 def test_a_writer_travels_to_a_worker_and_says_what_it_needs():
     """E9: plain data."""
-    copy = pickle.loads(pickle.dumps(writer("http://one:9200", password="opensesame")))
-    assert copy.schema_json("shop.orders") == ""
-    assert copy.key("shop.orders") == ("id",)
+    shape = TableShape(columns=[Column(name="n", type=LongType())], key=["n"])
+    told = replace(writer("http://one:9200", password="opensesame"), shapes={"shop.told": shape})
+    copy = pickle.loads(pickle.dumps(told))
+    assert (copy.schema_json("shop.orders"), copy.key("shop.orders")) == ("", ())
+    assert '"n"' in copy.schema_json("shop.told")
+    assert copy.key("shop.told") == ["n"]
     assert "opensesame" not in repr(copy)
 
 

@@ -1,17 +1,19 @@
-"""A sink whose tables hold what selects make of the source's rows.
+"""A sink behind selects: its tables hold what these make of the source's rows.
 
     source's shape ──select──► derived shape ──► the table
     source's rows  ──read with the source's schema──► select (Spark) ──► written with the table's
 
-The table cannot say what the source's columns are: some are derived, some left out. So the source's
-columns are remembered in a property of the table, which plays the part that the schema plays for
-tables that are not transformed: changes are read with it, it grows with the source, and a restart
-finds it as it was. A type that the pipeline file declares for a column replaces the remembered one.
+The table cannot say what the source's columns are: some are derived, some left out, and an index of
+documents has no types that could be read by. So the source's columns are remembered with the table,
+which plays the part that the schema plays for tables that are not transformed: changes are read
+with it, it grows with the source, and a restart finds it as it was. A type that the pipeline file
+declares for a column replaces the remembered one.
 """
 
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol, cast
 
 import pyarrow as pa
 from pyiceberg.types import IcebergType
@@ -30,9 +32,15 @@ from icestream.schema import (
     new_schema,
     schema_from_json,
 )
-from icestream.sinks import Committed, Written
-from icestream.sinks.iceberg import IcebergSink
-from icestream.sinks.iceberg.writer import IcebergWriter
+from icestream.sinks import (
+    Committed,
+    Evolves,
+    LooksUpRows,
+    RemembersSources,
+    Sink,
+    Writer,
+    Written,
+)
 from icestream.transform import Derived, Selects, TableSelect
 
 # The source's columns and key, and the first epoch that the table takes, as JSON.
@@ -42,14 +50,14 @@ EVOLUTIONS_MAX = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TransformingWriter:
+class ShapedWriter:
     """Writes what selects have made of changes, which are read by the source's schemas.
 
     `keys` are the columns that identify a row at the source, by transformed table, and `used` what
     its select reads.
     """
 
-    inner: IcebergWriter
+    inner: Writer
     selects: Sequence[TableSelect]
     keys: Mapping[str, Sequence[str]]
     used: Mapping[str, Reads]
@@ -84,12 +92,38 @@ class TransformingWriter:
         return self.inner.write(table, shard, changes, each_key_once)
 
 
-class TransformedSink:
-    """An Iceberg sink behind the selects of a pipeline; see the module and `icestream.sinks`."""
+class Shapeable(Sink, Evolves, RemembersSources, Protocol):
+    """A sink that can stand behind selects."""
+
+    def writer(
+        self, epoch: Epoch, tables: Sequence[str], read_otherwise: Collection[str] = ()
+    ) -> Writer:
+        """A writer for the epoch; changes of some tables are read by another schema."""
+        ...
+
+
+def shaped(
+    inner: Sink,
+    selects: Selects,
+    declared: Callable[[str], Mapping[str, IcebergType]] = lambda table: {},
+) -> "ShapedSink":
+    """The sink behind selects, with all that it can do; `declared` has types of the file's own."""
+    if not isinstance(inner, RemembersSources) or not isinstance(inner, Evolves):
+        raise ConfigInvalid(
+            "the sink cannot stand behind a transform",
+            detail="It does not remember the columns of a source beside those of its own.",
+            hint="Leave `transform` out, or use a sink such as `iceberg` or `opensearch`.",
+        )
+    kind = ShapedTables if isinstance(inner, LooksUpRows) else ShapedSink
+    return kind(cast(Shapeable, inner), selects, declared)
+
+
+class ShapedSink:
+    """A sink behind the selects of a pipeline; see the module and `icestream.sinks`."""
 
     def __init__(
         self,
-        inner: IcebergSink,
+        inner: Shapeable,
         selects: Selects,
         declared: Callable[[str], Mapping[str, IcebergType]] = lambda table: {},
     ):
@@ -117,13 +151,13 @@ class TransformedSink:
         if table not in self._selects:
             return self._inner.prepare(table, shape)
 
-        def derived_shape() -> TableShape | None:
-            known = self._sources.get(table) or shape()
-            return self._take(table, known).shape if known else None
+        def known() -> bool:
+            return table in self._sources or self._recall(table, shape)
 
-        if not self._inner.prepare(table, derived_shape):
-            return False
-        if table not in self._sources and not self._recall(table, shape):
+        def derived_shape() -> TableShape | None:
+            return self._derived[table].shape if known() else None
+
+        if not self._inner.prepare(table, derived_shape) or not known():
             return False
         self._remember(table)
         return True
@@ -155,23 +189,7 @@ class TransformedSink:
         self._take(table, grown(self._sources[table], columns, table))
         self._remember(table)
 
-    def stored(
-        self, table: str, keys: pa.Table, columns: Sequence[str], before: Frontier | None = None
-    ) -> pa.Table:
-        """The rows under the source's keys, with columns that the table holds as the source does.
-
-        Others are `Reads.hidden`, and sources do not ask for them.
-        """
-        if table not in self._selects:
-            return self._inner.stored(table, keys, columns, before)
-        names = self._derived[table].names()
-        check(names.keys() >= set(columns), "no source asks for values that a select hides")
-        asked = keys.rename_columns([names[name] for name in keys.column_names])
-        found = self._inner.stored(table, asked, [names[name] for name in columns], before)
-        wanted = [*keys.column_names, *columns]
-        return pa.table({name: found.column(names[name]) for name in wanted})
-
-    def writer(self, epoch: Epoch, tables: Sequence[str]) -> TransformingWriter:
+    def writer(self, epoch: Epoch, tables: Sequence[str]) -> ShapedWriter:
         """A writer for the epoch; tables that lack what their selects give are evolved first."""
         own = [table for table in tables if table in self._selects]
         for table in own:
@@ -198,11 +216,11 @@ class TransformedSink:
         keys = {table: self._source_key(table, inner.key(table)) for table in own}
         selects = [self._table_select(table, inner) for table in own]
         used = {table: self._reads(table, epoch) for table in own}
-        return TransformingWriter(inner=inner, selects=selects, keys=keys, used=used)
+        return ShapedWriter(inner=inner, selects=selects, keys=keys, used=used)
 
     def commit(self, written: Written) -> Sequence[Committed]:
         """Make the epoch durable; see `Sink.commit`."""
-        if isinstance(written.writer, TransformingWriter):
+        if isinstance(written.writer, ShapedWriter):
             written = replace(written, writer=written.writer.inner)
         return self._inner.commit(written)
 
@@ -244,7 +262,7 @@ class TransformedSink:
         if self._inner.recalled(table, SOURCE_PROPERTY) != text:
             self._inner.remember(table, SOURCE_PROPERTY, text)
 
-    def _lacking(self, table: str, inner: IcebergWriter) -> list[Column]:
+    def _lacking(self, table: str, inner: Writer) -> list[Column]:
         schema = schema_from_json(inner.schema_json(table))
         return gaps(schema, self._derived[table].shape.columns, inner.key(table))
 
@@ -261,7 +279,7 @@ class TransformedSink:
                 )
         return [plain[name] for name in key]
 
-    def _table_select(self, table: str, inner: IcebergWriter) -> TableSelect:
+    def _table_select(self, table: str, inner: Writer) -> TableSelect:
         outputs = [column.name for column in self._derived[table].shape.columns]
         schema = schema_from_json(inner.schema_json(table))
         kinds = {field.name: field.field_type for field in schema.fields}
@@ -272,6 +290,31 @@ class TransformedSink:
             key=list(inner.key(table)),
             kinds=[kinds[name] for name in outputs],
         )
+
+
+class ShapedTables(ShapedSink):
+    """The same for a sink that gives rows back."""
+
+    def stored(
+        self, table: str, keys: pa.Table, columns: Sequence[str], before: Frontier | None = None
+    ) -> pa.Table:
+        """The rows under the source's keys, with columns that the table holds as the source does.
+
+        Others are `Reads.hidden`, and sources do not ask for them.
+        """
+        if table not in self._selects:
+            return self._rows.stored(table, keys, columns, before)
+        names = self._derived[table].names()
+        check(names.keys() >= set(columns), "no source asks for values that a select hides")
+        asked = keys.rename_columns([names[name] for name in keys.column_names])
+        found = self._rows.stored(table, asked, [names[name] for name in columns], before)
+        wanted = [*keys.column_names, *columns]
+        return pa.table({name: found.column(names[name]) for name in wanted})
+
+    @property
+    def _rows(self) -> LooksUpRows:
+        assert isinstance(self._inner, LooksUpRows)
+        return self._inner
 
 
 def _shape_to_json(shape: TableShape, first_epoch: int) -> str:
