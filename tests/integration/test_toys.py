@@ -392,15 +392,15 @@ def test_a_sink_that_gives_no_rows_back_stops_at_a_value_that_was_left_out_and_s
     assert found == [(1, 8000)]
 
 
-def test_what_makes_no_sense_with_a_folder_is_refused_with_a_sentence(out: Path):
-    """E1, E11: frames of events, and selects."""
-    frames = {"iceberg": {"tables": [{"table_name": "a.b"}]}}
-    with pytest.raises(ConfigInvalid, match="do not fit"):
-        parse({PIPELINE: {"source": frames, "sink": into_folder(out)}})
+def test_a_select_before_a_folder_is_refused_with_a_sentence(
+    shell: Shell, spark: SparkSession, out: Path
+):
+    """E11, U3: it does not remember the source's columns; `check` says so, and a run does."""
     document = counting(GROWTH, into_folder(out))
     document[PIPELINE]["transform"] = {"ones": "select * from changes"}
-    with pytest.raises(ConfigInvalid, match="takes rows as they are"):
-        parse(document)
+    with pytest.raises(ConfigInvalid, match="cannot stand behind a transform"):
+        opened(spark, document)
+    assert_refused(shell("check", shell.write(document)), 2, "cannot stand behind a transform")
 
 
 # The rules of a commit, in the folder

@@ -424,7 +424,7 @@ SOURCES = {
     "iceberg": {"tables": [{"table_name": "a.b"}]},
     "cockroachdb": {"files": "feed"},
     "kafka": {"bootstrap_servers": "b:9092", "topics": ["a.b"]},
-    "postgres": {"url": "postgresql://h/db", "tables": ["a.b"]},
+    "postgres": {"dsn": "postgresql://h/db", "tables": ["a.b"]},
 }
 SINKS = {"iceberg": {}, "opensearch": {"hosts": ["http://search:9200"]}}
 
