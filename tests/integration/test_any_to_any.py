@@ -484,6 +484,18 @@ def test_source_and_sink_must_agree_about_what_identifies_a_row(
         run(spark, document)
 
 
+def test_a_table_is_not_filled_from_itself(search: Search, spark: SparkSession):
+    """U5: it would grow for ever."""
+    search.create()
+    search.insert(1)
+    document = copying(search, search.catalog)
+    into = document["copies"]["sink"]["iceberg"]
+    into.update(namespace="shop", tables={"shop.orders": {"table": "orders"}})
+    with pytest.raises(ConfigInvalid, match="would be filled from itself"):
+        run(spark, document)
+    assert len(search.snapshot_ids()) == 1
+
+
 def test_a_select_stands_between_a_table_and_its_index(
     search: Search, spark: SparkSession, prefix: str
 ):
