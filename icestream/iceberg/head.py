@@ -23,7 +23,7 @@ from icestream.iceberg.handle import ANCESTORS_MAX, TableHandle, TableName, late
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Head:
+class TableHead:
     """One state of a table as a pipeline sees it; `metadata` is what a swap is made against.
 
     `forgotten` says that the frontiers of the snapshot that the table was rolled back to are no
@@ -53,7 +53,7 @@ class Past:
     before: Frontier
 
 
-def read_head(handle: TableHandle, pipeline: str, branch: str) -> Head:
+def read_head(handle: TableHandle, pipeline: str, branch: str) -> TableHead:
     """Fresh metadata, and what the pipeline's newest snapshot in the branch's history says.
 
     Snapshots of others, compactions among them, are stepped over.
@@ -73,7 +73,7 @@ def read_head(handle: TableHandle, pipeline: str, branch: str) -> Head:
             _refuse_untagged(handle, metadata, pipeline)
         progress, forgotten = _progress_unless(handle, rolled_back, metadata, newest)
         bounds = summaries.BOUNDS_PROPERTY
-        return Head(
+        return TableHead(
             uuid=metadata.uuid(),
             snapshot_id=snapshot.snapshotId() if snapshot else None,
             schema_id=metadata.currentSchemaId(),

@@ -19,7 +19,7 @@ from icestream.iceberg import progress as summaries
 from icestream.iceberg.files import DATA, FileClosed
 from icestream.iceberg.gateway import as_unavailable, commit_outcomes
 from icestream.iceberg.handle import TableHandle, TableName, latest
-from icestream.iceberg.head import Head
+from icestream.iceberg.head import TableHead
 
 _FOR_EVER_MS = 2**63 - 1
 
@@ -36,7 +36,7 @@ class Prepared:
 
 def prepare(
     handle: TableHandle,
-    head: Head,
+    head: TableHead,
     branch: str,
     files: Sequence[FileClosed],
     entries: summaries.Entries,

@@ -20,7 +20,7 @@ from icestream.iceberg.evolution import evolve, never_held_rows, shape_anew
 from icestream.iceberg.files import FileClosed
 from icestream.iceberg.gateway import as_unavailable, dictionary
 from icestream.iceberg.handle import TableHandle, TableName
-from icestream.iceberg.head import Head, Past, fed, last_epoch_snapshot, read_head
+from icestream.iceberg.head import Past, TableHead, fed, last_epoch_snapshot, read_head
 from icestream.iceberg.rows import Bound
 from icestream.iceberg.staged import StagedReads
 from icestream.iceberg.swap import Prepared, prepare, swap
@@ -49,7 +49,7 @@ class Table:
         """Iceberg's own object, for the modules of this package."""
         return self._handle.java
 
-    def head(self, pipeline: str, branch: str) -> Head:
+    def head(self, pipeline: str, branch: str) -> TableHead:
         """Fresh metadata, and what the pipeline's newest snapshot in the branch's history says.
 
         Snapshots of others, compactions among them, are stepped over.
@@ -66,7 +66,7 @@ class Table:
 
     def publish(
         self,
-        head: Head,
+        head: TableHead,
         branch: str,
         files: Sequence[FileClosed],
         entries: summaries.Entries,
@@ -81,7 +81,7 @@ class Table:
 
     def prepare(
         self,
-        head: Head,
+        head: TableHead,
         branch: str,
         files: Sequence[FileClosed],
         entries: summaries.Entries,

@@ -29,7 +29,7 @@ from icestream.iceberg import progress as summaries
 from icestream.iceberg.files import FileClosed
 from icestream.iceberg.gateway import replaced
 from icestream.iceberg.handle import TableName
-from icestream.iceberg.head import Head, Past
+from icestream.iceberg.head import Past, TableHead
 from icestream.iceberg.new_table import NewTable
 from icestream.iceberg.table import OWNER_PROPERTY
 from icestream.iceberg.target import WriteTarget
@@ -306,7 +306,7 @@ class MemoryTable:
         self._wire = wire
         self._current = lake.tables[name]
 
-    def head(self, pipeline: str, branch: str) -> Head:
+    def head(self, pipeline: str, branch: str) -> TableHead:
         self._current = metadata = self._fresh()
         snapshot = metadata.head(branch)
         # Older metadata files have what was expired.
@@ -323,7 +323,7 @@ class MemoryTable:
                 raise
             forgotten = True
         own = [newest, metadata.snapshots[tagged] if tagged is not None else None]
-        return Head(
+        return TableHead(
             uuid=metadata.uuid,
             snapshot_id=snapshot.id if snapshot else None,
             schema_id=metadata.schema_id,
@@ -342,7 +342,7 @@ class MemoryTable:
 
     def publish(
         self,
-        head: Head,
+        head: TableHead,
         branch: str,
         files: Sequence[FileClosed],
         entries: summaries.Entries,
@@ -355,7 +355,7 @@ class MemoryTable:
 
     def prepare(
         self,
-        head: Head,
+        head: TableHead,
         branch: str,
         files: Sequence[FileClosed],
         entries: summaries.Entries,

@@ -26,7 +26,7 @@ from icestream.errors import Broken, ConfigInvalid
 from icestream.frontier import Frontier
 from icestream.iceberg.catalog import Catalog
 from icestream.iceberg.handle import TableName
-from icestream.iceberg.head import Head, Past
+from icestream.iceberg.head import Past, TableHead
 from icestream.iceberg.table import Table
 from icestream.iceberg.target import WriteTarget
 from icestream.schema import (
@@ -103,7 +103,9 @@ class IcebergSink:
         """The Iceberg table of a source table, if it is there and the pipeline's."""
         return self._tables.existing(table)
 
-    def heads(self, tables: Sequence[str], refuse: bool = True) -> dict[str, tuple[Table, Head]]:
+    def heads(
+        self, tables: Sequence[str], refuse: bool = True
+    ) -> dict[str, tuple[Table, TableHead]]:
         """The pipeline's tables that exist, each with its head; nothing is claimed.
 
         Raises `ConfigInvalid` for source tables whose place is taken, unless not to `refuse`.

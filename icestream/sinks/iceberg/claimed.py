@@ -15,7 +15,7 @@ from icestream.epoch import Progress, furthest, lacking_tables, table_id
 from icestream.errors import ConfigInvalid, NeedsOperator, TargetUnavailable
 from icestream.iceberg.catalog import Catalog
 from icestream.iceberg.handle import TableName
-from icestream.iceberg.head import Head
+from icestream.iceberg.head import TableHead
 from icestream.iceberg.table import OWNER_PROPERTY, Table
 from icestream.schema import (
     TableShape,
@@ -135,7 +135,9 @@ class ClaimedTables:
             self.states[table] = TableState(handle, claimed[table], certain[table])
         failpoints.reach(failpoints.AFTER_CLAIM)
 
-    def heads(self, tables: Sequence[str], refuse: bool = True) -> dict[str, tuple[Table, Head]]:
+    def heads(
+        self, tables: Sequence[str], refuse: bool = True
+    ) -> dict[str, tuple[Table, TableHead]]:
         """The pipeline's tables that exist, each with its head; nothing is claimed.
 
         Raises `ConfigInvalid` for source tables whose place is taken, unless not to `refuse`.

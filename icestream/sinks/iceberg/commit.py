@@ -24,7 +24,7 @@ from icestream.errors import (
 from icestream.iceberg import progress as summaries
 from icestream.iceberg.files import DATA, FileClosed
 from icestream.iceberg.gateway import replaced
-from icestream.iceberg.head import Head
+from icestream.iceberg.head import TableHead
 from icestream.sinks import Committed, StaleWrite
 
 log = logging.getLogger(__name__)
@@ -40,10 +40,10 @@ class ClaimTable(Protocol):
     @property
     def name(self) -> object: ...
 
-    def head(self, pipeline: str, branch: str) -> Head: ...
+    def head(self, pipeline: str, branch: str) -> TableHead: ...
 
     def publish(
-        self, head: Head, branch: str, files: Sequence[FileClosed], entries: summaries.Entries
+        self, head: TableHead, branch: str, files: Sequence[FileClosed], entries: summaries.Entries
     ) -> int: ...
 
 
@@ -52,7 +52,7 @@ class CommitTable(ClaimTable, Protocol):
 
     def publish(
         self,
-        head: Head,
+        head: TableHead,
         branch: str,
         files: Sequence[FileClosed],
         entries: summaries.Entries,
@@ -61,7 +61,7 @@ class CommitTable(ClaimTable, Protocol):
 
     def prepare(
         self,
-        head: Head,
+        head: TableHead,
         branch: str,
         files: Sequence[FileClosed],
         entries: summaries.Entries,
@@ -119,10 +119,10 @@ def publish_epoch(table: CommitTable, commit: Commit) -> Committed:
     restart, finds out.
     """
 
-    def read() -> dict[str, Head]:
+    def read() -> dict[str, TableHead]:
         return {commit.table: table.head(commit.new.pipeline, commit.branch)}
 
-    def swap(heads: Mapping[str, Head]) -> dict[str, int]:
+    def swap(heads: Mapping[str, TableHead]) -> dict[str, int]:
         head, entries = heads[commit.table], _entries(commit)
         failpoints.reach(failpoints.BEFORE_PUBLISH)
         snapshot_id = table.publish(head, commit.branch, commit.files, entries, commit.truncated)
@@ -144,11 +144,11 @@ def publish_together(
     all others are checked before any is swapped.
     """
 
-    def head(table: str, commit: Commit) -> Head:
+    def head(table: str, commit: Commit) -> TableHead:
         return tables[table].head(commit.new.pipeline, commit.branch)
 
-    def swap(heads: Mapping[str, Head]) -> dict[str, int]:
-        def prepare(table: str, head: Head) -> Any:
+    def swap(heads: Mapping[str, TableHead]) -> dict[str, int]:
+        def prepare(table: str, head: TableHead) -> Any:
             commit = commits[table]
             entries = _entries(commit)
             return tables[table].prepare(
@@ -189,27 +189,27 @@ class _Tables:
     """What the rules ask of Iceberg tables, however many are read and swapped at once."""
 
     commits: Mapping[str, Commit]
-    read: Callable[[], Mapping[str, Head]]
-    replace: Callable[[Mapping[str, Head]], Mapping[str, int]]
+    read: Callable[[], Mapping[str, TableHead]]
+    replace: Callable[[Mapping[str, TableHead]], Mapping[str, int]]
 
-    def heads(self, keys: Collection[str]) -> Mapping[str, Head]:
+    def heads(self, keys: Collection[str]) -> Mapping[str, TableHead]:
         """The metadata of the tables, read afresh."""
         return self.read()
 
-    def swap(self, heads: Mapping[str, Head]) -> Mapping[str, int]:
+    def swap(self, heads: Mapping[str, TableHead]) -> Mapping[str, int]:
         """Publish a snapshot on each metadata, all or none; their ids."""
         return self.replace(heads)
 
-    def progress(self, head: Head) -> Progress | None:
+    def progress(self, head: TableHead) -> Progress | None:
         """The progress on the metadata."""
         return head.progress
 
-    def history(self, key: str, head: Head, broken: IcestreamError | None) -> None:
+    def history(self, key: str, head: TableHead, broken: IcestreamError | None) -> None:
         """Another table, or an older state of this one, explains a progress that was not left."""
         self._refuse_another(key, head)
         refuse_rollback(head, key, self.commits[key].new.pipeline)
 
-    def fits(self, key: str, head: Head) -> None:
+    def fits(self, key: str, head: TableHead) -> None:
         """Files are published only in the table, and with the schema and spec, they are for."""
         self._refuse_another(key, head)
         commit = self.commits[key]
@@ -217,7 +217,7 @@ class _Tables:
             if (head.schema_id, head.spec_id) != commit.written_for[1:]:
                 raise StaleWrite(key)
 
-    def _refuse_another(self, key: str, head: Head) -> None:
+    def _refuse_another(self, key: str, head: TableHead) -> None:
         written_for = self.commits[key].written_for
         if written_for is not None and head.uuid != written_for[0]:
             raise replaced(key)
@@ -247,7 +247,7 @@ def publish_claim(table: ClaimTable, branch: str, claim: Progress, claim_id: str
     return insist(attempt, bounded(lambda error: _note(name, error)))
 
 
-def refuse_rollback(head: Head, table: str, pipeline: str) -> None:
+def refuse_rollback(head: TableHead, table: str, pipeline: str) -> None:
     """Raise `RolledBack` when the pipeline's last commit is no longer in the branch's history."""
     if head.rolled_back_from is None:
         return
@@ -263,7 +263,7 @@ def refuse_rollback(head: Head, table: str, pipeline: str) -> None:
     )
 
 
-def refuse_successor(head: Head, table: str, generation: int) -> None:
+def refuse_successor(head: TableHead, table: str, generation: int) -> None:
     """Raise `Fenced` when a newer run than that of `generation` has claimed the table."""
     if head.progress is not None and head.progress.generation > generation:
         raise fenced(head.progress, generation, _subject(table))
@@ -313,7 +313,7 @@ def _committed(commit: Commit, snapshot_id: int, started: float) -> Committed:
     return Committed(table=commit.table, snapshot_id=snapshot_id, duplicate=False, seconds=seconds)
 
 
-def _duplicate(commit: Commit, head: Head, started: float) -> Committed:
+def _duplicate(commit: Commit, head: TableHead, started: float) -> Committed:
     metrics.DUPLICATE_EPOCHS.labels(commit.table).inc()
     log.info("epoch found published", extra={"table": commit.table, "epoch": commit.new.epoch})
     return Committed(

@@ -18,7 +18,7 @@ from icestream.errors import ConfigInvalid
 from icestream.iceberg import progress as summaries
 from icestream.iceberg.files import FileClosed
 from icestream.iceberg.handle import TableName
-from icestream.iceberg.head import Head
+from icestream.iceberg.head import TableHead
 from icestream.iceberg.table import OWNER_PROPERTY, Table
 from icestream.names import TableNames
 
@@ -125,7 +125,7 @@ class TableToClaim:
         self._mine = mine
         self._names = names
 
-    def head(self, pipeline: str, branch: str) -> Head:
+    def head(self, pipeline: str, branch: str) -> TableHead:
         """Fresh metadata of a table that may be claimed."""
         head = self._handle.head(pipeline, branch)
         found = owner_of(self._handle)
@@ -134,7 +134,7 @@ class TableToClaim:
         return head
 
     def publish(
-        self, head: Head, branch: str, files: Sequence[FileClosed], entries: summaries.Entries
+        self, head: TableHead, branch: str, files: Sequence[FileClosed], entries: summaries.Entries
     ) -> int:
         """Publish the claim, and in the same swap whose the table is."""
         if self._mine.table is not None:

@@ -15,7 +15,7 @@ from icestream.errors import (
 )
 from icestream.frontier import Frontier
 from icestream.iceberg import progress as summaries
-from icestream.iceberg.head import Head
+from icestream.iceberg.head import TableHead
 from icestream.iceberg.table import Table
 
 
@@ -25,7 +25,7 @@ class Rollback:
 
     table: str
     handle: Table
-    head: Head
+    head: TableHead
     newer: Progress
     claim_id: str
 
