@@ -82,7 +82,7 @@ class Each(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Commit:
+class TableEpoch:
     """One epoch for one table, ready to be published; `truncated` removes all older rows.
 
     `recount` corrects what a table that carries the epoch says of the epoch's tables; it has no
@@ -111,7 +111,7 @@ class Commit:
         return batch_id(self.new.pipeline, self.table, self.new.upper)
 
 
-def publish_epoch(table: CommitTable, commit: Commit) -> Committed:
+def publish_epoch(table: CommitTable, commit: TableEpoch) -> Committed:
     """Publish the epoch; when this returns it is durable exactly once.
 
     Raises `Fenced`, `ProgressLost`, `RolledBack` or `StaleWrite` with nothing published, and
@@ -135,7 +135,7 @@ def publish_epoch(table: CommitTable, commit: Commit) -> Committed:
 def publish_together(
     catalog: CommitCatalog,
     tables: Mapping[str, CommitTable],
-    commits: Mapping[str, Commit],
+    commits: Mapping[str, TableEpoch],
     each: Each,
 ) -> dict[str, Committed]:
     """Publish the epoch in all its tables by one request; the promise of `publish_epoch` for all.
@@ -144,7 +144,7 @@ def publish_together(
     all others are checked before any is swapped.
     """
 
-    def head(table: str, commit: Commit) -> TableHead:
+    def head(table: str, commit: TableEpoch) -> TableHead:
         return tables[table].head(commit.new.pipeline, commit.branch)
 
     def swap(heads: Mapping[str, TableHead]) -> dict[str, int]:
@@ -188,7 +188,7 @@ def _publish(tables: "_Tables") -> dict[str, Committed]:
 class _Tables:
     """What the rules ask of Iceberg tables, however many are read and swapped at once."""
 
-    commits: Mapping[str, Commit]
+    commits: Mapping[str, TableEpoch]
     read: Callable[[], Mapping[str, TableHead]]
     replace: Callable[[Mapping[str, TableHead]], Mapping[str, int]]
 
@@ -285,7 +285,7 @@ def _subject(table: str) -> Subject:
     )
 
 
-def _entries(commit: Commit) -> summaries.Entries:
+def _entries(commit: TableEpoch) -> summaries.Entries:
     if commit.recount:
         # Like a claim it publishes no epoch, and so it has no batch id.
         return summaries.to_entries(commit.new)
@@ -303,7 +303,7 @@ def _entries(commit: Commit) -> summaries.Entries:
     )
 
 
-def _committed(commit: Commit, snapshot_id: int, started: float) -> Committed:
+def _committed(commit: TableEpoch, snapshot_id: int, started: float) -> Committed:
     seconds = time.monotonic() - started
     metrics.COMMIT_LATENCY.labels(commit.table).observe(seconds)
     metrics.EPOCH_FILES.labels(commit.table).inc(len(commit.files))
@@ -313,7 +313,7 @@ def _committed(commit: Commit, snapshot_id: int, started: float) -> Committed:
     return Committed(table=commit.table, snapshot_id=snapshot_id, duplicate=False, seconds=seconds)
 
 
-def _duplicate(commit: Commit, head: TableHead, started: float) -> Committed:
+def _duplicate(commit: TableEpoch, head: TableHead, started: float) -> Committed:
     metrics.DUPLICATE_EPOCHS.labels(commit.table).inc()
     log.info("epoch found published", extra={"table": commit.table, "epoch": commit.new.epoch})
     return Committed(

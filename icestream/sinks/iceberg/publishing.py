@@ -18,7 +18,7 @@ from icestream.report import Report
 from icestream.sinks import Committed, StaleWrite, Written
 from icestream.sinks.iceberg.claimed import ClaimedTables
 from icestream.sinks.iceberg.commit import (
-    Commit,
+    TableEpoch,
     publish_epoch,
     publish_together,
 )
@@ -131,14 +131,14 @@ class EpochPublisher:
 
     def _commit(
         self, table: str, new: Progress, files: Sequence[FileClosed], written: Written
-    ) -> Commit:
+    ) -> TableEpoch:
         writer = written.writer
         target = writer.targets.get(table) if isinstance(writer, IcebergWriter) else None
         new = replace(new, schema_id=target.schema_id if target else None)
         truncated = table in written.truncated
         # Where no older row stays there is nothing to delete.
         kept = [file for file in files if not truncated or file.kind == DATA]
-        return Commit(
+        return TableEpoch(
             table=table,
             branch=self._options.branch,
             expected=self._states[table].progress,
@@ -201,9 +201,9 @@ class EpochPublisher:
                 corrected[table] = self._correction(table, right)
         each(corrected, self._publish)
 
-    def _correction(self, table: str, right: Progress) -> Commit:
+    def _correction(self, table: str, right: Progress) -> TableEpoch:
         """A commit without files, with which a table says something else of its last epoch."""
-        return Commit(
+        return TableEpoch(
             table=table,
             branch=self._options.branch,
             expected=self._states[table].progress,
@@ -214,22 +214,22 @@ class EpochPublisher:
             recount=True,
         )
 
-    def _publish(self, table: str, commit: Commit) -> None:
+    def _publish(self, table: str, commit: TableEpoch) -> None:
         self._note(commit, publish_epoch(self._states[table].handle, commit))
 
-    def _publish_in_turn(self, commits: Mapping[str, Commit]) -> None:
+    def _publish_in_turn(self, commits: Mapping[str, TableEpoch]) -> None:
         """Publish the epoch in its tables, and then in those of their dead letters."""
         letters = {t: c for t, c in commits.items() if t.endswith(dead_letters.SUFFIX)}
         each({t: c for t, c in commits.items() if t not in letters}, self._publish)
         each(letters, self._publish)
 
-    def _publish_together(self, commits: Mapping[str, Commit]) -> None:
+    def _publish_together(self, commits: Mapping[str, TableEpoch]) -> None:
         handles = {table: self._states[table].handle for table in commits}
         committed = publish_together(self._catalog, handles, commits, each)
         for table, commit in commits.items():
             self._note(commit, committed[table])
 
-    def _note(self, commit: Commit, committed: Committed) -> None:
+    def _note(self, commit: TableEpoch, committed: Committed) -> None:
         """Remember what a table holds now that its commit is durable."""
         state, new = self._states[commit.table], commit.new
         if committed.duplicate:

@@ -26,7 +26,7 @@ from icestream.iceberg.handle import TableName
 from icestream.iceberg.new_table import NewTable
 from icestream.schema import Column, TableShape, new_schema
 from icestream.sinks import StaleWrite
-from icestream.sinks.iceberg.commit import Commit, publish_claim, publish_epoch
+from icestream.sinks.iceberg.commit import TableEpoch, publish_claim, publish_epoch
 from tests.property.memory import Lake, MemoryCatalog, MemoryTable, Snapshot, Wire
 
 T = TypeVar("T")
@@ -110,7 +110,7 @@ class Scene:
         history = list(self.lake.tables[NAME].ancestry())[::-1]
         return [snapshot for snapshot in history if summaries.BATCH_ID in snapshot.summary]
 
-    def commit(self, **changes: object) -> Commit:
+    def commit(self, **changes: object) -> TableEpoch:
         metadata = self.lake.tables[NAME]
         given = {
             "table": "orders",
@@ -121,7 +121,7 @@ class Scene:
             "written_for": (metadata.uuid, metadata.schema_id, 0),
             "labels": {},
         }
-        return Commit(**{**given, **changes})
+        return TableEpoch(**{**given, **changes})
 
 
 def closed(path: str, kind: str = DATA) -> FileClosed:
