@@ -87,7 +87,7 @@ class Landed(Generic[H, R]):
     result: R | None
 
 
-class Destination(Protocol[K, H, R_co]):
+class Swappable(Protocol[K, H, R_co]):
     """What can take an epoch: one place that has a head, or several that are swapped at once."""
 
     def heads(self, keys: Collection[K]) -> Mapping[K, H]:
@@ -116,7 +116,7 @@ class Destination(Protocol[K, H, R_co]):
 
 
 def publish(
-    destination: Destination[K, H, R], moves: Mapping[K, Move], failed: Failed
+    destination: Swappable[K, H, R], moves: Mapping[K, Move], failed: Failed
 ) -> dict[K, Landed[H, R]]:
     """Make the moves; when this returns each is durable exactly once.
 
@@ -233,7 +233,7 @@ def swap_rule() -> bool:
     return failpoints.rule_on(failpoints.RULE_SWAP)
 
 
-def _check(destination: Destination[K, H, R], key: K, head: H, move: Move) -> None:
+def _check(destination: Swappable[K, H, R], key: K, head: H, move: Move) -> None:
     """Fence, continuity and what the destination itself asks for, on the head to be swapped."""
     found = destination.progress(head) or Progress(pipeline=move.new.pipeline)
     refuse_newer(found, move.new.generation, move.subject)
