@@ -30,7 +30,7 @@ from icestream.errors import SchemaRejected
 from icestream.formats.arrow_fields import ArrowField, iceberg_type
 from icestream.formats.avro_kernels import STEP_SIZE, Code, Program, walk
 from icestream.formats.columns import (
-    Form,
+    Assembly,
     Layout,
     Node,
     Presence,
@@ -157,7 +157,7 @@ _NAMED = {"record", "error", "enum", "fixed"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Plan:
+class AvroPlan:
     """A schema ready to be read by: the program, the columns it fills, and their tree."""
 
     program: Program
@@ -180,7 +180,7 @@ def decode(
 
 
 @lru_cache(maxsize=SCHEMAS_KEPT)
-def compile_schema(schema: str, references: tuple[str, ...] = ()) -> Plan:
+def compile_schema(schema: str, references: tuple[str, ...] = ()) -> AvroPlan:
     """The plan to read records of a schema by."""
     parsed = [_parse(each) for each in (*references, schema)]
     compiler = _Compiler()
@@ -190,7 +190,7 @@ def compile_schema(schema: str, references: tuple[str, ...] = ()) -> Plan:
     compiler.emit(Code.END)
     steps = np.array(compiler.steps, dtype=np.int64).reshape(-1)
     jumps = np.array(compiler.jumps or [0], dtype=np.int64)
-    return Plan(program=(steps, jumps), layout=compiler.layout, root=root)
+    return AvroPlan(program=(steps, jumps), layout=compiler.layout, root=root)
 
 
 def _parse(schema: str) -> Any:
@@ -286,12 +286,14 @@ class _Compiler:
 
     def _primitive(self, kind: str, schema: Mapping[str, Any], domain: int) -> tuple[Node, int]:
         if kind == "null":
-            return Node(form=Form.NOTHING, arrow=pa.null(), kind=None), 0
+            return Node(assembly=Assembly.NOTHING, arrow=pa.null(), kind=None), 0
         if kind in _FIXED_SIZES:
             code, arrow, size = _FIXED_SIZES[kind]
             slot = self.layout.slot(domain)
             self.emit(code, slot, domain)
-            return Node(form=Form.WORD, arrow=arrow, kind=iceberg_type(arrow), slot=slot), size
+            return Node(
+                assembly=Assembly.WORD, arrow=arrow, kind=iceberg_type(arrow), slot=slot
+            ), size
         if kind in _NUMBERS:
             return self._number(kind, schema, domain), 1
         if kind == "bytes" and schema.get("logicalType") == "decimal":
@@ -302,7 +304,7 @@ class _Compiler:
         arrow = pa.large_string() if text else pa.large_binary()
         kinds = [_TEXT_KINDS[name] for name in _meant(schema) if text and name in _TEXT_KINDS]
         column = kinds[0] if kinds else iceberg_type(arrow)
-        return Node(form=Form.BYTES, arrow=arrow, kind=column, slot=slot), 1
+        return Node(assembly=Assembly.BYTES, arrow=arrow, kind=column, slot=slot), 1
 
     def _number(self, kind: str, schema: Mapping[str, Any], domain: int) -> Node:
         found = [_MEANINGS[kind, name] for name in _meant(schema) if (kind, name) in _MEANINGS]
@@ -312,7 +314,7 @@ class _Compiler:
             arrow = pa.timestamp(arrow.unit)
         slot = self.layout.slot(domain)
         self.emit(Code.NUMBER, slot, domain, *meaning.range, meaning.factor)
-        return Node(form=Form.WORD, arrow=arrow, kind=iceberg_type(arrow), slot=slot)
+        return Node(assembly=Assembly.WORD, arrow=arrow, kind=iceberg_type(arrow), slot=slot)
 
     def _decimal(self, schema: Mapping[str, Any], domain: int, width: int) -> Node:
         precision, scale = schema.get("precision"), schema.get("scale", 0)
@@ -324,7 +326,9 @@ class _Compiler:
         slot = self.layout.slot(domain, 2)
         self.emit(Code.DECIMAL, slot, domain, width, precision)
         arrow = pa.decimal128(precision, scale)
-        return Node(form=Form.DECIMAL, arrow=arrow, kind=DecimalType(precision, scale), slot=slot)
+        return Node(
+            assembly=Assembly.DECIMAL, arrow=arrow, kind=DecimalType(precision, scale), slot=slot
+        )
 
     def _definition(
         self, schema: Mapping[str, Any], namespace: str, domain: int
@@ -357,7 +361,7 @@ class _Compiler:
         compiled = [self.compile(each, namespace, domain) for each in types]
         inner, size = [node for node, _ in compiled], sum(size for _, size in compiled)
         if variable:
-            text = Node(form=Form.SCALED_NUMBER, arrow=pa.large_string(), kind=StringType())
+            text = Node(assembly=Assembly.SCALED_NUMBER, arrow=pa.large_string(), kind=StringType())
             return replace(text, inner=tuple(inner)), size
         return struct_node(names, inner), size
 
@@ -381,7 +385,7 @@ class _Compiler:
         # Iceberg has no fixed values without bytes.
         arrow = pa.binary(size) if size else pa.large_binary()
         kind = UUIDType() if uuid else FixedType(size) if size else iceberg_type(arrow)
-        return Node(form=Form.BYTES, arrow=arrow, kind=kind, slot=slot), size
+        return Node(assembly=Assembly.BYTES, arrow=arrow, kind=kind, slot=slot), size
 
     def _repeated(self, schema: Mapping[str, Any], namespace: str, domain: int) -> tuple[Node, int]:
         slot, items = self.layout.slot(domain), self.layout.domain()
@@ -418,7 +422,7 @@ class _Compiler:
 
 def _union_node(slot: int, branches: Sequence[tuple[int, str, Node]]) -> Node:
     """A type that may be null, or a struct of which one member is set."""
-    real = [branch for branch in branches if branch[2].form is not Form.NOTHING]
+    real = [branch for branch in branches if branch[2].assembly is not Assembly.NOTHING]
     if not real:
         return branches[0][2]
     if len(real) == 1:

@@ -46,7 +46,7 @@ ABSENT = 255
 _ANY_ID = 1
 
 
-class Form(Enum):
+class Assembly(Enum):
     """How the words of a node become an array."""
 
     NOTHING = auto()
@@ -79,7 +79,7 @@ class Node:
     `items`, their domain, if items are `scattered`: some may belong to nobody.
     """
 
-    form: Form
+    assembly: Assembly
     arrow: pa.DataType
     kind: IcebergType | None
     slot: int = -1
@@ -154,7 +154,7 @@ def struct_node(
         if node.kind is not None
     ]
     return Node(
-        form=Form.STRUCT,
+        assembly=Assembly.STRUCT,
         arrow=pa.struct(fields),
         kind=StructType(*kinds),
         presence=presence,
@@ -166,7 +166,7 @@ def symbols_node(slot: int, names: Mapping[int, str]) -> Node:
     """An enum: the names of its numbers, of which it has at least one."""
     numbers = tuple(sorted(names))
     return Node(
-        form=Form.SYMBOL,
+        assembly=Assembly.SYMBOL,
         arrow=pa.large_string(),
         kind=StringType(),
         slot=slot,
@@ -179,7 +179,9 @@ def list_node(element: Node, slot: int, items: int) -> Node:
     """A list; one of things that are always null becomes a list of text."""
     kind = ListType(_ANY_ID, element.kind or StringType(), element_required=False)
     arrow = pa.large_list(pa.field("element", element.arrow))
-    return Node(form=Form.LIST, arrow=arrow, kind=kind, slot=slot, inner=(element,), items=items)
+    return Node(
+        assembly=Assembly.LIST, arrow=arrow, kind=kind, slot=slot, inner=(element,), items=items
+    )
 
 
 def map_node(key: Node, value: Node, slot: int, items: int) -> Node:
@@ -188,7 +190,9 @@ def map_node(key: Node, value: Node, slot: int, items: int) -> Node:
         _ANY_ID, key.kind or StringType(), _ANY_ID + 1, value.kind or StringType(), False
     )
     arrow = pa.map_(key.arrow, value.arrow)
-    return Node(form=Form.MAP, arrow=arrow, kind=kind, slot=slot, inner=(key, value), items=items)
+    return Node(
+        assembly=Assembly.MAP, arrow=arrow, kind=kind, slot=slot, inner=(key, value), items=items
+    )
 
 
 def read_records(
@@ -219,19 +223,19 @@ def assemble(node: Node, store: Store, content: Bytes, there: Mask) -> pa.Array:
         wanted = node.presence.words
         present = words == wanted[0] if len(wanted) == 1 else np.isin(words, wanted)
         there = there & present
-    make: dict[Form, Callable[..., pa.Array]] = {
-        Form.NOTHING: lambda *_: pa.nulls(len(there)),
-        Form.WORD: _numbers,
-        Form.BYTES: _runs,
-        Form.DECIMAL: _decimals,
-        Form.SYMBOL: _symbols,
-        Form.STRUCT: _structs,
-        Form.LIST: _lists,
-        Form.MAP: _maps,
-        Form.SCALED_NUMBER: _scaled_numbers,
-        Form.MOMENT: _moments,
+    make: dict[Assembly, Callable[..., pa.Array]] = {
+        Assembly.NOTHING: lambda *_: pa.nulls(len(there)),
+        Assembly.WORD: _numbers,
+        Assembly.BYTES: _runs,
+        Assembly.DECIMAL: _decimals,
+        Assembly.SYMBOL: _symbols,
+        Assembly.STRUCT: _structs,
+        Assembly.LIST: _lists,
+        Assembly.MAP: _maps,
+        Assembly.SCALED_NUMBER: _scaled_numbers,
+        Assembly.MOMENT: _moments,
     }
-    return make[node.form](node, store, content, there)
+    return make[node.assembly](node, store, content, there)
 
 
 def _array(kind: pa.DataType, there: Mask, *buffers: npt.NDArray[np.generic]) -> pa.Array:

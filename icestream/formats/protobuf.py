@@ -28,7 +28,7 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from icestream.errors import SchemaRejected, SourceUnavailable
 from icestream.formats.arrow_fields import ArrowField, iceberg_type
 from icestream.formats.columns import (
-    Form,
+    Assembly,
     Layout,
     Node,
     Presence,
@@ -146,7 +146,7 @@ _SEALED = {"google.protobuf.Struct", "google.protobuf.Value", "google.protobuf.L
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Plan:
+class ProtobufPlan:
     """A message ready to be read by: the tables, the columns they fill, and their tree."""
 
     tables: Tables
@@ -197,12 +197,12 @@ def cut_by_message(
 @lru_cache(maxsize=SCHEMAS_KEPT)
 def compile_schema(
     schema: str, references: tuple[tuple[str, str], ...] = (), message: tuple[int, ...] = (0,)
-) -> Plan:
+) -> ProtobufPlan:
     """The plan to read messages of a .proto file by."""
     compiler = _Compiler()
     descriptor = _message_at(_files(schema, references), message)
     _, root = compiler.message(descriptor, 0)
-    return Plan(tables=compiler.tables(), layout=compiler.layout, root=root)
+    return ProtobufPlan(tables=compiler.tables(), layout=compiler.layout, root=root)
 
 
 def _rejected(why: str, detail: str | None = None) -> SchemaRejected:
@@ -314,7 +314,7 @@ class _Compiler:
         if member.is_repeated:
             count, items = self.layout.slot(domain, 2), self.layout.domain()
             row, node = self._value(member, items, [domain, count, -1, 0])
-            if node.form is Form.STRUCT and _is_map(member):
+            if node.assembly is Assembly.STRUCT and _is_map(member):
                 together = map_node(node.inner[0], node.inner[1], count, items)
             else:
                 together = list_node(node, count, items)
@@ -354,13 +354,13 @@ class _Compiler:
         return [*row, start, len(self.layout.domain_of)], node
 
     def _scalar_node(self, arrow: pa.DataType, domain: int) -> Node:
-        form = Form.WORD
+        assembly = Assembly.WORD
         if arrow in (pa.large_string(), pa.large_binary()):
-            form = Form.BYTES
+            assembly = Assembly.BYTES
         elif pa.types.is_decimal(arrow):
-            form = Form.DECIMAL
-        slot = self.layout.slot(domain, 1 if form is Form.WORD else 2)
-        return Node(form=form, arrow=arrow, kind=iceberg_type(arrow), slot=slot)
+            assembly = Assembly.DECIMAL
+        slot = self.layout.slot(domain, 1 if assembly is Assembly.WORD else 2)
+        return Node(assembly=assembly, arrow=arrow, kind=iceberg_type(arrow), slot=slot)
 
     def _enum_value(self, member: FieldDescriptor, domain: int) -> tuple[Code, int, Node]:
         names: dict[int, str] = {}
@@ -386,7 +386,7 @@ class _Compiler:
             slot = self.seconds[number] = seconds.slot
             arrow = pa.timestamp("us", "UTC")
             assert nanos.slot == slot + 1
-            node = Node(form=Form.MOMENT, arrow=arrow, kind=iceberg_type(arrow), slot=slot)
+            node = Node(assembly=Assembly.MOMENT, arrow=arrow, kind=iceberg_type(arrow), slot=slot)
         return Code.MESSAGE, number, node
 
 
