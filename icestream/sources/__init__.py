@@ -301,7 +301,7 @@ class LettersTried:
     rejected: Mapping[str, int]
 
 
-class Letters(Protocol):
+class LetterSpan(Protocol):
     """Dead letters that are tried again in one epoch."""
 
     def after(self, lower: Frontier) -> Frontier:

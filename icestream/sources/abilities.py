@@ -10,7 +10,7 @@ from pyiceberg.types import IcebergType
 
 from icestream.frontier import Frontier
 from icestream.schema import TableShape
-from icestream.sources import Letters, LettersTried, Source, SplitsLost
+from icestream.sources import LetterSpan, LettersTried, Source, SplitsLost
 
 
 @runtime_checkable
@@ -101,7 +101,7 @@ class RegroupsSplits(Protocol):
 class TakesLetters(Protocol):
     """Has dead letters that can be tried again, for `icestream replay`."""
 
-    def letters(self, durable: Frontier, table: str | None, as_is: bool) -> Sequence[Letters]:
+    def letters(self, durable: Frontier, table: str | None, as_is: bool) -> Sequence[LetterSpan]:
         """The dead letters of one table, or of all, in groups that fit into an epoch each.
 
         Thread: the loop's, while no epoch is written. Raises what keeps them from being tried.
