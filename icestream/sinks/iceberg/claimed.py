@@ -32,7 +32,7 @@ from icestream.sinks.iceberg.making import (
 from icestream.sinks.iceberg.options import IcebergSinkOptions
 from icestream.sinks.iceberg.own_tables import OwnTables
 from icestream.sinks.iceberg.owners import (
-    Owner,
+    TableOwner,
     TableRefused,
     TableToClaim,
     owner_of,
@@ -235,7 +235,7 @@ class ClaimedTables:
         return next((t for t, state in list(self.states.items()) if wanted(state)), None)
 
     def _refuse_stranger(self, handle: Table, table: str) -> None:
-        mine = Owner(pipeline=self._pipeline, table=table)
+        mine = TableOwner(pipeline=self._pipeline, table=table)
         try:
             refuse_stranger(handle.name, owner_of(handle), mine, self.names)
         except TableRefused as refused:
@@ -249,8 +249,10 @@ class ClaimedTables:
         Which tables carry an epoch was found out under the other name, so a new start is needed.
         """
         state = self.states[holder]
-        handle, mine = state.handle, Owner(pipeline=self._pipeline, table=table)
-        other = Owner(pipeline=self._pipeline, table=holder if state.certain else "another one")
+        handle, mine = state.handle, TableOwner(pipeline=self._pipeline, table=table)
+        other = TableOwner(
+            pipeline=self._pipeline, table=holder if state.certain else "another one"
+        )
         if state.certain or not handle.fed(self._pipeline, self._branch, table):
             refuse_stranger(handle.name, other, mine, self.names)
         handle.remember(OWNER_PROPERTY, mine.to_text())
@@ -263,7 +265,7 @@ class ClaimedTables:
     def _create(self, table: str, name: TableName, shape: TableShape | None) -> Table | None:
         if shape is None:
             return None
-        owner = Owner(pipeline=self._pipeline, table=table)
+        owner = TableOwner(pipeline=self._pipeline, table=table)
         return self._catalog.create(name, new_table(self._options, owner, name, shape))
 
     def _certain(self, table: str, handle: Table) -> bool:
@@ -275,7 +277,7 @@ class ClaimedTables:
 
     def _claim(self, handle: Table, table: str, certain: bool) -> Progress:
         claim = Progress(pipeline=self._pipeline, generation=self.generation)
-        mine = Owner(pipeline=self._pipeline, table=table if certain else None)
+        mine = TableOwner(pipeline=self._pipeline, table=table if certain else None)
         owned = TableToClaim(handle, mine, self.names)
         return publish_claim(owned, self._branch, claim, self.claim_id)
 

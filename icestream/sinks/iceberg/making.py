@@ -28,7 +28,7 @@ from icestream.schema import (
 )
 from icestream.sinks.iceberg.options import IcebergSinkOptions, TableOptions
 from icestream.sinks.iceberg.owners import (
-    Owner,
+    TableOwner,
 )
 from icestream.sinks.iceberg.state import TableState
 
@@ -47,7 +47,7 @@ _NEW_TABLE_PROPERTIES = {
 
 
 def new_table(
-    options: IcebergSinkOptions, owner: Owner, name: TableName, shape: TableShape
+    options: IcebergSinkOptions, owner: TableOwner, name: TableName, shape: TableShape
 ) -> NewTable:
     """How a source table's Iceberg table is made."""
     given = table_options(options, owner.table or "")

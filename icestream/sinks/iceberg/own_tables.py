@@ -25,7 +25,7 @@ from icestream.names import ANY_TABLE
 from icestream.patience import Bridge
 from icestream.sinks.iceberg.options import IcebergSinkOptions
 from icestream.sinks.iceberg.owners import (
-    Owner,
+    TableOwner,
     owner_of,
     refuse_stranger,
 )
@@ -73,7 +73,7 @@ class OwnTables:
                 continue
             table = named.get(name)
             if table is not None and table in required:
-                mine = Owner(pipeline=self._pipeline, table=table)
+                mine = TableOwner(pipeline=self._pipeline, table=table)
                 refuse_stranger(name, owner_of(handle), mine, self.names)
                 found[table] = handle
             elif own := self._feeder(handle, table):

@@ -30,7 +30,7 @@ class TableRefused(ConfigInvalid):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Owner:
+class TableOwner:
     """Who feeds a table; the source table is None where only the pipeline is known."""
 
     pipeline: str
@@ -45,27 +45,29 @@ class Owner:
         return f"{who}, source table {self.table}" if self.table else who
 
 
-def owner_of(handle: Table) -> Owner | None:
+def owner_of(handle: Table) -> TableOwner | None:
     """Who feeds a table, as it was seen last; None when it is nobody's."""
     text = handle.owner()
     if text is not None:
         return _parsed(text)
     pipelines = handle.pipelines()
-    return Owner(pipeline=pipelines[0]) if pipelines else None
+    return TableOwner(pipeline=pipelines[0]) if pipelines else None
 
 
-def _parsed(text: str) -> Owner | None:
+def _parsed(text: str) -> TableOwner | None:
     if not text.strip():
         return None
     try:
         document = json.loads(text)
-        return Owner(pipeline=str(document["pipeline"]), table=str(document["table"]))
+        return TableOwner(pipeline=str(document["pipeline"]), table=str(document["table"]))
     except (ValueError, TypeError, KeyError):
         # Whatever it means, it is not ours.
-        return Owner(pipeline="")
+        return TableOwner(pipeline="")
 
 
-def refuse_stranger(name: TableName, found: Owner | None, mine: Owner, names: TableNames) -> None:
+def refuse_stranger(
+    name: TableName, found: TableOwner | None, mine: TableOwner, names: TableNames
+) -> None:
     """Raise `TableRefused` unless a table is the source table's own, or free and asked for."""
     table = mine.table or ""
     elsewhere = f"Give source table {table} another name with {names.option(table)}."
@@ -119,7 +121,7 @@ def _refused(message: str, detail: str, hint: str, reason: str) -> TableRefused:
 class TableToClaim:
     """A table during its claim: the owner is checked on, and set in, what is swapped."""
 
-    def __init__(self, handle: Table, mine: Owner, names: TableNames):
+    def __init__(self, handle: Table, mine: TableOwner, names: TableNames):
         self.name = handle.name
         self._handle = handle
         self._mine = mine

@@ -23,7 +23,7 @@ from icestream.names import TableNames
 from icestream.schema import new_schema
 from icestream.sinks.iceberg import IcebergSink
 from icestream.sinks.iceberg.options import IcebergSinkOptions, RouteOptions, TableOptions
-from icestream.sinks.iceberg.owners import Owner, TableToClaim
+from icestream.sinks.iceberg.owners import TableOwner, TableToClaim
 from tests.property.memory import Lake, MemoryCatalog
 from tests.unit.sinks.test_iceberg import SHAPE, commit, epoch, name, paths, sink
 
@@ -170,7 +170,7 @@ def test_of_two_pipelines_that_adopt_a_table_at_once_one_gets_it():
     theirs.claim(["orders"])
     claim = Progress(pipeline="p", generation=1)
     late = TableToClaim(
-        handle, Owner(pipeline="p", table="orders"), TableNames(given={"orders": "orders"})
+        handle, TableOwner(pipeline="p", table="orders"), TableNames(given={"orders": "orders"})
     )
     with pytest.raises(CommitConflict):
         late.publish(old_head, "main", [], summaries.to_entries(claim))
