@@ -59,7 +59,6 @@ class FileClosed:
 
     table: str
     epoch: int
-    batch_id: str
     worker: str
     schema_id: int
     spec_id: int

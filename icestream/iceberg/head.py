@@ -36,7 +36,6 @@ class TableHead:
     schema_id: int
     spec_id: int
     progress: Progress | None
-    batch_id: str | None
     claim_id: str | None
     progress_snapshot_id: int | None
     rolled_back_from: Progress | None
@@ -79,7 +78,6 @@ def read_head(handle: TableHandle, pipeline: str, branch: str) -> TableHead:
             schema_id=metadata.currentSchemaId(),
             spec_id=metadata.defaultSpecId(),
             progress=progress,
-            batch_id=newest.summary().get(summaries.BATCH_ID) if newest else None,
             claim_id=newest.summary().get(summaries.CLAIM) if newest else None,
             progress_snapshot_id=newest.snapshotId() if newest else None,
             rolled_back_from=_progress_at(handle, metadata, tagged) if rolled_back else None,

@@ -329,7 +329,6 @@ class MemoryTable:
             schema_id=metadata.schema_id,
             spec_id=0,
             progress=progress,
-            batch_id=newest.summary.get(summaries.BATCH_ID) if newest else None,
             claim_id=newest.summary.get(summaries.CLAIM) if newest else None,
             progress_snapshot_id=newest.id if newest else None,
             rolled_back_from=self._progress(metadata.snapshots[tagged])

@@ -692,7 +692,6 @@ class World:
         return FileClosed(
             table=table,
             epoch=writer.epoch,
-            batch_id=writer.batch_ids[table],
             worker=f"{writer.run}-{number}",
             attempt=attempt,
             schema_id=target.schema_id,

@@ -70,7 +70,6 @@ class LocalTable:
             epoch=epoch,
             run=run,
             targets={"t": self.target()},
-            batch_ids={"t": f"batch-{epoch}"},
         )
 
     def write(self, changes: pa.Table, shard: str = "00000") -> list[FileClosed]:

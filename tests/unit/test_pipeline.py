@@ -215,7 +215,6 @@ class Workers:
         return FileClosed(
             table=split.table,
             epoch=writer.epoch,
-            batch_id=writer.batch_ids[split.table],
             worker="w",
             schema_id=target.schema_id,
             spec_id=0,

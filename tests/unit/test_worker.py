@@ -152,9 +152,7 @@ def test_tables_are_kept_apart_in_a_shuffle(tmp_path, parallelism):
     locals_ = {name: table(tmp_path / name) for name in ("t", "u")}
     targets = {name: local.target() for name, local in locals_.items()}
     writer = locals_["t"].writer()
-    writer = type(writer)(
-        pipeline="p", epoch=1, run="g1.0", targets=targets, batch_ids={"t": "b", "u": "b"}
-    )
+    writer = type(writer)(pipeline="p", epoch=1, run="g1.0", targets=targets)
     splits = [
         ListSplit(table=name, batches=[[(at, key, at + offset)]])
         for name, offset in (("t", 0), ("u", 1000))

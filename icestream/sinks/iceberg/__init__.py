@@ -21,7 +21,7 @@ from dataclasses import replace
 import pyarrow as pa
 
 from icestream import dead_letters
-from icestream.epoch import Epoch, Progress, batch_id, furthest
+from icestream.epoch import Epoch, Progress, furthest
 from icestream.errors import Broken, ConfigInvalid
 from icestream.frontier import Frontier
 from icestream.iceberg.catalog import Catalog
@@ -193,7 +193,6 @@ class IcebergSink:
             epoch=epoch.number,
             run=f"g{self._tables.generation}.{next(self._writers)}",
             targets=targets,
-            batch_ids={table: batch_id(self._pipeline, table, epoch.upper) for table in tables},
             names=self._tables.names,
             taken=self._tables.feeders() if self._tables.named_by_records else {},
             refusals=dict(self._refusals),

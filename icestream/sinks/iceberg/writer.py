@@ -61,7 +61,6 @@ class IcebergWriter:
     epoch: int
     run: str
     targets: Mapping[str, WriteTarget]
-    batch_ids: Mapping[str, str]
     names: TableNames = dataclasses.field(default_factory=TableNames)
     taken: Mapping[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
     refusals: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -184,7 +183,6 @@ class _Share:
         return FileClosed(
             table=self.table,
             epoch=self.writer.epoch,
-            batch_id=self.writer.batch_ids[self.table],
             worker=self.worker,
             attempt=self.attempt,
             schema_id=self.target.schema_id,

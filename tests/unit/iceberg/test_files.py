@@ -50,7 +50,6 @@ SCHEMA = Schema(
 REPORT = FileClosed(
     table="orders",
     epoch=3,
-    batch_id="b",
     worker="g1.0-00000",
     schema_id=0,
     spec_id=1,
@@ -102,7 +101,7 @@ def test_a_report_is_read_as_it_was_sent():
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        *[("table", "other"), ("epoch", 4), ("batch_id", "c"), ("worker", "w"), ("schema_id", 1)],
+        *[("table", "other"), ("epoch", 4), ("worker", "w"), ("schema_id", 1)],
         *[("spec_id", 0), ("path", "/lake/other.parquet"), ("kind", EQUALITY_DELETES)],
         *[("record_count", 3), ("size_bytes", 101), ("partition", {"1000": "us"})],
         *[("equality_ids", [1]), ("metrics", {}), ("split_offsets", [8]), ("sort_order_id", 1)],

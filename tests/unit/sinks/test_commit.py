@@ -128,7 +128,6 @@ def closed(path: str, kind: str = DATA) -> FileClosed:
     return FileClosed(
         table="orders",
         epoch=5,
-        batch_id="b",
         worker="w",
         schema_id=0,
         spec_id=0,
@@ -401,7 +400,6 @@ def test_a_claim_carries_the_progress_forward_under_the_next_generation(scene):
     assert publish_claim(scene.table, "main", claim, "me") == replace(CLAIMED, generation=3)
     head = scene.table.head("p", "main")
     assert head.progress == replace(CLAIMED, generation=3)
-    assert head.batch_id is None
     assert scene.epochs() == []
 
 

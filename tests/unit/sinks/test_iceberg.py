@@ -53,7 +53,6 @@ def report(table: str, number: int, path: str | None = None, **changes: object) 
     file = FileClosed(
         table=table,
         epoch=number,
-        batch_id="b",
         worker="w",
         schema_id=0,
         spec_id=0,

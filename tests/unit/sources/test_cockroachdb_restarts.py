@@ -76,7 +76,6 @@ class Shop:
                 closed = FileClosed(
                     table=table,
                     epoch=writer.epoch,
-                    batch_id=writer.batch_ids[table],
                     worker=f"w{number}",
                     schema_id=writer.targets[table].schema_id,
                     spec_id=0,
