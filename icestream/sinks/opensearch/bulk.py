@@ -44,6 +44,7 @@ from icestream.errors import (
     TargetUnavailable,
     check,
 )
+from icestream.patience import Bridge
 from icestream.report import Report
 from icestream.schema import TableShape, new_schema
 from icestream.sinks.opensearch.client import (
@@ -58,7 +59,6 @@ from icestream.sinks.opensearch.client import (
     UNAUTHORIZED,
     Answer,
     Client,
-    Patience,
     foreign,
     passing,
     refused,
@@ -229,7 +229,7 @@ class Sending:
         self._changes = changes
         deletes = pc.equal(changes.column(OP), int(Op.DELETE))
         self._deletes = deletes.to_numpy(zero_copy_only=False)
-        self._patience = Patience()
+        self._bridge = Bridge()
         self._tally = Tally()
 
     def run(self) -> Tally:
@@ -252,7 +252,7 @@ class Sending:
         cuts = cut(offsets(lines), self._options.bulk_bytes_max, self._options.bulk_documents_max)
         for start, end in cuts:
             self._send(whole.span(start, end))
-        self._tally.retries = self._patience.tries
+        self._tally.retries = self._bridge.tries
         return self._tally
 
     def _send(self, batch: Batch) -> None:
@@ -267,7 +267,7 @@ class Sending:
                 )
             except (CommitUnknown, TargetUnavailable) as error:
                 # Whatever was taken is recognised by its version when it comes again.
-                self._patience.wait(TargetUnavailable(error.message, detail=error.detail))
+                self._bridge.wait(TargetUnavailable(error.message, detail=error.detail))
                 pending.appendleft(batch)
                 continue
             if answer.status == OK:
@@ -281,7 +281,7 @@ class Sending:
                 else:
                     failures.append(_whole_failure(int(batch.rows[0]), answer))
             elif passing(answer.status):
-                self._patience.wait(unavailable(answer))
+                self._bridge.wait(unavailable(answer))
                 pending.appendleft(batch)
             else:
                 raise foreign(answer.reason)
@@ -303,8 +303,8 @@ class Sending:
         failures.extend(items.failures)
         if len(busy):
             if len(busy) < len(batch):
-                self._patience.refresh()
-            self._patience.wait(
+                self._bridge.refresh()
+            self._bridge.wait(
                 TargetUnavailable(
                     f"OpenSearch could not take {len(busy)} documents of index {self._index}",
                     detail=items.why,
@@ -318,7 +318,7 @@ class Sending:
         self._tally.deleted += deleted
         self._tally.indexed += len(rows) - deleted
         if len(rows):
-            self._patience.refresh()
+            self._bridge.refresh()
 
     def _refuse(self, failures: Sequence[Failure]) -> None:
         """Deal with what will never be taken, as the options say."""
@@ -394,7 +394,7 @@ class Sending:
 
     def _insist(self, index: str, lines: pa.Array, what: str) -> np.ndarray:
         """Send lines until each is taken; the places of those that met a newer version."""
-        sending = _Insisting(self._client, index, self._patience, what)
+        sending = _Insisting(self._client, index, self._bridge, what)
         whole = Batch(lines, np.arange(len(lines)))
         limits = self._options.bulk_bytes_max, self._options.bulk_documents_max
         spans = cut(offsets(lines), *limits)
@@ -426,7 +426,7 @@ class _Insisting:
 
     client: Client
     index: str
-    patience: Patience
+    bridge: Bridge
     what: str
 
     def send(self, batch: Batch) -> np.ndarray:
@@ -438,10 +438,10 @@ class _Insisting:
                     "POST", f"/{quote(self.index, safe='')}/_bulk?{_FILTER}", batch.body(), LINES
                 )
             except (CommitUnknown, TargetUnavailable) as lost:
-                self.patience.wait(TargetUnavailable(lost.message, detail=lost.detail))
+                self.bridge.wait(TargetUnavailable(lost.message, detail=lost.detail))
                 continue
             if passing(answer.status):
-                self.patience.wait(unavailable(answer))
+                self.bridge.wait(unavailable(answer))
                 continue
             if answer.status != OK:
                 raise self._failed(answer.reason)
@@ -452,7 +452,7 @@ class _Insisting:
                 raise self._failed(f"{wrong.kind}: {_QUOTED_VALUE.sub('', wrong.reason)}")
             batch = batch.part(items.again)
             if len(batch):
-                self.patience.wait(
+                self.bridge.wait(
                     TargetUnavailable(f"could not {self.what} index {self.index}", detail=items.why)
                 )
         return conflicts

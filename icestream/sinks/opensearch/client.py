@@ -25,7 +25,6 @@ from urllib3.exceptions import (
 )
 
 from icestream.errors import CommitUnknown, ConfigInvalid, IcestreamError, TargetUnavailable
-from icestream.patience import Bridge
 from icestream.sinks.opensearch.options import OpenSearchOptions
 from icestream.sinks.opensearch.signing import (
     Credentials,
@@ -45,9 +44,6 @@ CONNECTIONS_KEPT = 8
 OK, CREATED = 200, 201
 BAD_REQUEST, UNAUTHORIZED, FORBIDDEN, NOT_FOUND, CONFLICT, TOO_LARGE = 400, 401, 403, 404, 409, 413
 TOO_MANY_REQUESTS, SERVER_ERROR = 429, 500
-
-# How a sender bridges a moment of trouble.
-Patience = Bridge
 
 JSON = "application/json"
 LINES = "application/x-ndjson"

@@ -22,9 +22,9 @@ from urllib.parse import quote
 
 from icestream import commit_protocol, failpoints
 from icestream.commit_protocol import (
-    Failed,
     Move,
     Subject,
+    bounded,
     insist,
     refuse_newer,
     refuse_others,
@@ -48,7 +48,6 @@ from icestream.sinks.opensearch.client import (
     OK,
     Answer,
     Client,
-    Patience,
     passing,
 )
 from icestream.sinks.opensearch.owners import Owner, owner_of, refuse_other
@@ -57,8 +56,6 @@ log = logging.getLogger(__name__)
 
 # A starting run that loses this often against another one leaves the pipeline to it.
 CLAIMS_MAX = 5
-# An epoch meets a conflict only with a rival, and then the rules decide; this bounds defects.
-CONFLICTS_MAX = 5
 # What is asked of an index, to tell whether and whose it is.
 SEEN = "filter_path=error,*.data_stream,*.settings.index.uuid,*.mappings._meta"
 # OpenSearch takes a first line of 4096 bytes; one name has 255 bytes at the most, quoted 765.
@@ -220,7 +217,7 @@ class ProgressDocument:
             return replace(head, progress=mine, claim_id=claim_id)
 
         try:
-            return insist(attempt, self._attempts(CLAIMS_MAX))
+            return insist(attempt, bounded(self._note, CLAIMS_MAX))
         except CommitConflict as error:
             raise Fenced(
                 f"other runs of pipeline {self._pipeline} take it over at the same time",
@@ -235,7 +232,7 @@ class ProgressDocument:
         `TargetUnavailable` when OpenSearch did not come back in time: a restart finds out.
         """
         move = Move(expected=commit.expected, new=commit.new, subject=self._subject)
-        failed = self._attempts(CONFLICTS_MAX)
+        failed = bounded(self._note)
         landed = commit_protocol.publish(_Publishing(self, commit), {self._pipeline: move}, failed)
         return landed[self._pipeline].result is None
 
@@ -257,7 +254,7 @@ class ProgressDocument:
             )
             self._swap(head, self._source(mine, more))
 
-        insist(attempt, self._attempts(CONFLICTS_MAX))
+        insist(attempt, bounded(self._note))
 
     def replace(self, head: Head, commit: Commit) -> None:
         """Replace the document that was read by that of an epoch."""
@@ -279,22 +276,6 @@ class ProgressDocument:
             over="",
             meddling=f"writes to index {self._index}",
         )
-
-    def _attempts(self, conflicts_max: int) -> Failed:
-        """Bridges a moment of silence, and ends conflicts that do not end."""
-        patience, conflicts = Patience(), 0
-
-        def failed(error: IcestreamError) -> None:
-            nonlocal conflicts
-            self._note(error)
-            if not isinstance(error, CommitConflict):
-                patience.wait(error)
-                return
-            conflicts += 1
-            if conflicts >= conflicts_max:
-                raise error
-
-        return failed
 
     def refuse_lost(self, indices: Mapping[str, Index]) -> None:
         """Raise `ProgressLost` unless each index is still the one that was written to.
