@@ -13,6 +13,9 @@ where to go on (`icestream.epoch.resume_point`).
 
 The source is told only what a destination remembers. An epoch without changes makes no snapshot:
 its frontier advances in memory, and becomes durable with the next epoch or heartbeat.
+
+Longer than 600 lines because the order of all steps, of a start, a replay and the stream, is read
+in one place.
 """
 
 import itertools
@@ -24,12 +27,9 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableSequence, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from enum import StrEnum
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
-
-import pyarrow as pa
 
 from icestream import dead_letters, failpoints, metrics
 from icestream.abilities import refuse_halves
@@ -37,32 +37,22 @@ from icestream.epoch import Epoch, Progress, Resume, resume_point
 from icestream.errors import (
     Broken,
     CommitUnknown,
-    ConfigInvalid,
-    DataRejected,
     Fenced,
     HistoryLost,
     IcestreamError,
     Retryable,
-    SchemaRejected,
     SourceUnavailable,
     TargetUnavailable,
     check,
 )
 from icestream.frontier import Frontier
 from icestream.patience import Patience, Stopped, Trouble
+from icestream.pipeline.cadence import Cadence
+from icestream.pipeline.health import Health, State, brief
+from icestream.pipeline.writing import REWRITES_MAX, EpochWriter, WriteEpoch, all_but
 from icestream.report import describe
-from icestream.schema import (
-    Column,
-    TableShape,
-    distinct_columns,
-    joined_columns,
-    joined_shapes,
-)
 from icestream.sinks import (
     SINK_ABILITIES,
-    Committed,
-    Evolves,
-    LooksUpRows,
     Sink,
     StaleWrite,
     Writer,
@@ -70,159 +60,36 @@ from icestream.sinks import (
     of_tables,
 )
 from icestream.sources import (
-    Budget,
     CatchUp,
     EpochPlan,
     Finish,
     LettersTried,
-    Part,
     Remembered,
     Source,
-    Split,
     SplitsLost,
     StartPlan,
-    TableSplit,
-    TablesUnready,
-    ValuesNeeded,
 )
 from icestream.sources.abilities import (
     SOURCE_ABILITIES,
-    FindsTables,
     HasBacklog,
     Interruptible,
     RegroupsSplits,
     TakesLetters,
 )
-from icestream.worker import Outcome, Unready
+from icestream.worker import Outcome
+
+__all__ = ["Cadence", "Health", "Pipeline", "State", "brief", "missing_tables"]
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-WriteEpoch = Callable[[Sequence[Any], Writer, bool, str], Outcome]
-"""Has parts of an epoch read and written by workers; see `icestream.worker`."""
-
 InFlight = tuple[Epoch, EpochPlan, Future[Written]]
 
 # An epoch whose bounds are settled is read so often with splits that were lost.
 LOST_MAX = 10
-# A table's schema may need several steps until it takes an epoch; each adds columns.
-REWRITES_MAX = 50
-TABLES_IN_PARALLEL = 8
-# A topic has hundreds of partitions; a log line is for people.
-POSITION_PARTS_SHOWN = 8
 # While an epoch's time has not come, the source is asked this often whether a whole one waits.
 BACKLOG_LOOK_SECONDS = 1.0
-
-
-class State(StrEnum):
-    """How a pipeline is."""
-
-    STARTING = "starting"
-    RUNNING = "running"
-    STALLED = "stalled"
-    HALTED = "halted"
-    FENCED = "fenced"
-    ENDED = "ended"
-
-
-class Health:
-    """The state of a pipeline and its tables, for those who watch it; safe between threads."""
-
-    def __init__(self, pipeline: str):
-        self._pipeline = pipeline
-        self._lock = threading.Lock()
-        self._state = State.STARTING
-        self._error: IcestreamError | None = None
-        self._tables: dict[str, dict[str, object]] = {}
-        self.become(State.STARTING)
-
-    def become(self, state: State, error: IcestreamError | None = None) -> None:
-        """Enter a state, with the error that led there."""
-        with self._lock:
-            self._enter(state, error)
-
-    def go_on(self, state: State, trouble: Callable[[], IcestreamError | None]) -> None:
-        """Enter a state, or be stalled while there is trouble."""
-        with self._lock:
-            error = trouble()
-            self._enter(State.STALLED if error else state, error)
-
-    def _enter(self, state: State, error: IcestreamError | None) -> None:
-        self._state, self._error = state, error
-        for each in State:
-            metrics.HEALTH.labels(self._pipeline, each.value).set(each == state)
-
-    def committed(self, epoch: int, position: str, results: Sequence[Committed]) -> None:
-        """Note what an epoch brought to its tables."""
-        with self._lock:
-            for result in results:
-                self._tables[result.table] = {
-                    "epoch": epoch,
-                    "position": position,
-                    "snapshot_id": result.snapshot_id,
-                    "committed_at": time.time(),
-                }
-
-    def to_json(self) -> dict[str, object]:
-        """The health as plain data."""
-        with self._lock:
-            error = self._error.to_json() if self._error else None
-            tables = {name: {"state": self._state, **t} for name, t in self._tables.items()}
-            return {"state": self._state, "error": error, "tables": tables}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cadence:
-    """How often and how much at once."""
-
-    commit_interval: float = field(
-        default=10.0,
-        metadata={
-            "doc": "While running, the source is asked for new changes this often, and what has "
-            "come becomes an epoch. Sooner when `epoch_rows_max` or `epoch_bytes_max` has come, or "
-            "a backlog is there.",
-            "unit": "duration",
-        },
-    )
-    epochs_in_flight: int = field(
-        default=3, metadata={"doc": "Epochs that are read and written at the same time."}
-    )
-    epoch_rows_max: int = field(
-        default=2_000_000,
-        metadata={
-            "doc": "An epoch ends at the first boundary of the source after so many rows: a record "
-            "of Kafka, the end of a transaction, a resolved timestamp. Where nobody has counted "
-            "the rows (copies of tables, files of changefeeds) only `epoch_bytes_max` counts."
-        },
-    )
-    epoch_bytes_max: int = field(
-        default=1024**3,
-        metadata={
-            "doc": "An epoch ends at the first boundary of the source after so many bytes of it.",
-            "unit": "bytes",
-        },
-    )
-    heartbeat_interval: float | None = field(
-        default=None,
-        metadata={
-            "doc": "Longest time that a frontier without changes stays unpublished; 0 is never. "
-            "By default PT5M for PostgreSQL, whose slot could not move on otherwise, PT1H for "
-            "changefeeds over Kafka, whose topics fill while nothing changes, else 0.",
-            "unit": "duration",
-        },
-    )
-
-    def __post_init__(self) -> None:
-        if self.epochs_in_flight < 1:
-            raise ConfigInvalid("epochs_in_flight must be at least 1")
-        if self.epoch_rows_max < 1 or self.epoch_bytes_max < 1:
-            raise ConfigInvalid("epoch_rows_max and epoch_bytes_max must be at least 1")
-
-    @property
-    def budget(self) -> Budget:
-        """How much an epoch may hold."""
-        return Budget(rows=self.epoch_rows_max, bytes=self.epoch_bytes_max)
 
 
 class Pipeline:
@@ -236,10 +103,12 @@ class Pipeline:
         self.name = name
         self.health = Health(name)
         self._write_epoch = write_epoch
+        self._writer = EpochWriter(
+            *(name, source, sink, self._write_parts, self._retry, self._await_turn)
+        )
         self._source = source
         self._sink = sink
         self._cadence = cadence
-        self._tables_lock = threading.Lock()
         self._stop = threading.Event()
         self._number = 0
         self._durable = Frontier()
@@ -258,7 +127,6 @@ class Pipeline:
         self._named: Sequence[str] = ()
         self._missing: Sequence[str] = ()
         self._start = StartPlan()
-        self._left_alone: frozenset[str] = frozenset()
         self._freshness = metrics.FRESHNESS_SECONDS.labels(name)
         age = metrics.EPOCH_AGE_SECONDS.labels(name)
         age.set_function(lambda: time.monotonic() - self._durable_at)
@@ -331,7 +199,7 @@ class Pipeline:
             self._end_if_stopped()
             epoch = self._mint(self._durable, letters.after(self._durable))
             plan = self._retry(partial(self._source.plan, epoch))
-            self._settle(epoch, plan, self._write(epoch, plan))
+            self._settle(epoch, plan, self._writer.write(epoch, plan))
             tried[:] = source.tried()
 
     def _found(self) -> tuple[Mapping[str, Progress], Resume]:
@@ -364,7 +232,7 @@ class Pipeline:
         )
         behind = {**self._without_history(progress), **self._fed(resume.replays)}
         self._leave_alone(resume.replays.keys() - behind.keys())
-        self._finish(resume, {*behind, *self._left_alone})
+        self._finish(resume, {*behind, *self._writer.left_alone})
         for table, mine in behind.items():
             self._replay(table, mine)
         self._show(State.RUNNING)
@@ -413,8 +281,8 @@ class Pipeline:
             plan = _only(plans[-1], lambda tables: not others.issuperset(tables))
             # Values are looked up in tables that have the epoch as these were before it. Tables
             # that lag are not asked: they have not reached the epoch's start.
-            written = self._write(
-                epoch, plan, takes_part=_all_but(others), looked_up=_all_but(excused)
+            written = self._writer.write(
+                epoch, plan, takes_part=all_but(others), looked_up=all_but(excused)
             )
             found = {report.table for report in written.reports}
             self._refuse_loss(resume, epoch, found | written.truncated, excused)
@@ -463,7 +331,7 @@ class Pipeline:
         They left the configuration. Without their rows they would count as replayed, and what they
         lack would never come.
         """
-        self._left_alone = frozenset(tables)
+        self._writer.left_alone = frozenset(tables)
         for table in sorted(tables):
             log.warning(
                 "table %s lies behind and is not fed now: it stays as it is, and is brought "
@@ -508,7 +376,7 @@ class Pipeline:
         plan = _only(plan, lambda tables: table in tables)
         last = epoch.upper == self._durable
         own = table.__eq__
-        write = partial(self._write, epoch, plan, takes_part=own, looked_up=own)
+        write = partial(self._writer.write, epoch, plan, takes_part=own, looked_up=own)
         written = replace(write(), replaying=not last)
         if written.reports or written.truncated:
             self._commit(epoch, written, write)
@@ -527,7 +395,7 @@ class Pipeline:
                             break
                         epoch = self._mint(lower, upper)
                         plan = self._retry(partial(self._source.plan, epoch))
-                        future = pool.submit(self._write, epoch, plan)
+                        future = pool.submit(self._writer.write, epoch, plan)
                         in_flight.append((epoch, plan, future))
                         lower = upper
                     if in_flight:
@@ -646,7 +514,7 @@ class Pipeline:
     def _settle(self, epoch: Epoch, plan: EpochPlan, written: Written) -> None:
         """Make an epoch that was written durable, and tell the source."""
         if written.reports or written.truncated:
-            self._commit(epoch, written, partial(self._write, epoch, plan))
+            self._commit(epoch, written, partial(self._writer.write, epoch, plan))
             self._observe_freshness(plan)
         elif not self._heartbeat(epoch, plan):
             self._mark_settled(epoch)
@@ -677,7 +545,7 @@ class Pipeline:
         milestone = plan.milestone(self._durable)
         if not due and not milestone:
             return False
-        named = sorted({t for part in plan.parts for t in part.tables} - self._left_alone)
+        named = sorted({t for part in plan.parts for t in part.tables} - self._writer.left_alone)
         if milestone and len(named) == 1 and self._publish_frontier(epoch, named[0]):
             return True
         return self._publish_frontier(epoch)
@@ -695,111 +563,18 @@ class Pipeline:
             self._durable = lower
             self._source.ack(lower)
 
-    def _write(
-        self,
-        epoch: Epoch,
-        plan: EpochPlan,
-        takes_part: Callable[[str], bool] | None = None,
-        looked_up: Callable[[str], bool] | None = None,
-    ) -> Written:
-        """Have an epoch's files written, however many tries it takes within bounds.
+    def _write_parts(
+        self, parts: Sequence[Any], writer: Writer, keyed: bool, description: str
+    ) -> Outcome:
+        return self._write_epoch(parts, writer, keyed, description)
 
-        Tables that do not take part may be read and written to, but nothing of it is reported.
-        Rows are looked up only in tables that stand where the epoch begins, or have just taken it.
-        By default both are all tables but those that are left alone.
-        """
-        takes_part = takes_part or _all_but(self._left_alone)
-        looked_up = looked_up or _all_but(self._left_alone)
-        splits = plan.parts
-        truncated = frozenset(filter(takes_part, plan.truncated))
-        named = {table for split in splits for table in split.tables} | truncated
-        for _ in range(REWRITES_MAX):
-            with self._tables_lock:
-                tables = self._retry(partial(self._prepared, named))
-                # Changes of tables that cannot be made yet do nothing. A split that may be of many
-                # tables finds out by reading which ones it needs.
-                usable = [s for s in splits if _of_many(s) or not {*s.tables}.isdisjoint(tables)]
-                writer = self._retry(partial(self._sink.writer, epoch, tables))
-            for table in itertools.filterfalse(looked_up, tables):
-                usable = [_with_stored(split, table, None) for split in usable]
-            failpoints.reach(failpoints.BEFORE_WRITE)
-            try:
-                outcome = self._retry(partial(self._write_once, epoch, usable, writer))
-            except Unready as unready:
-                named |= self._made_ready(unready)
-                continue
-            except ValuesNeeded as need:
-                splits = self._with_stored(epoch, splits, need)
-                continue
-            failpoints.reach(failpoints.AFTER_WRITE)
-            metrics.ROWS_READ.labels(self.name).inc(outcome.rows)
-            metrics.BYTES_READ.labels(self.name).inc(sum(split.size_bytes for split in usable))
-            labels = self._source.was_read(epoch, outcome.learned)
-            return Written(
-                epoch=epoch,
-                reports=[r for r in outcome.reports if takes_part(r.table)],
-                writer=writer,
-                labels=labels,
-                truncated=truncated & set(tables),
-                changes=outcome.rows,
-            )
-        raise StaleWrite(epoch)
-
-    def _made_ready(self, unready: Unready) -> set[str]:
-        """Have tables take what splits found lacking; returns those that have yet to be made."""
-        shapes: dict[str, TableShape] = {}
-        gaps: dict[str, Sequence[Column]] = {}
-        for lack in unready.lacks:
-            if isinstance(lack, TablesUnready):
-                shapes = joined_shapes(shapes, lack.shapes)
-            found = lack.gaps if isinstance(lack, TablesUnready) else {lack.table: lack.columns}
-            for table, columns in found.items():
-                # Of names that readers do not tell apart the first is added, others are refused.
-                gaps[table] = distinct_columns(joined_columns(gaps.get(table, ()), columns))
-        for table, columns in gaps.items():
-            if not isinstance(self._sink, Evolves):
-                raise _cannot_evolve(table, columns)
-            with self._tables_lock:
-                self._retry(partial(self._sink.evolve, table, columns))
-        if isinstance(self._source, FindsTables):
-            self._source.tables_met(shapes)
-        return set(shapes)
-
-    def _with_stored(
-        self, epoch: Epoch, splits: Sequence[Part], needed: ValuesNeeded
-    ) -> Sequence[Part]:
-        """Look up the rows that splits ask for, as the epochs before left them."""
-        sink = self._sink
-        if not isinstance(sink, LooksUpRows):
-            raise _cannot_look_up(needed)
+    def _await_turn(self, epoch: Epoch) -> None:
+        """Return once all epochs before this one are settled; raises when it was given up."""
         with self._settled:
             while self._settled_number < epoch.number - 1 and not self._stop.is_set():
                 if epoch.number <= self._given_up_number:
                     raise _GivenUp(f"epoch {epoch.number}")
                 self._settled.wait(1.0)
-        for need in needed.needs:
-            ask = partial(sink.stored, need.table, need.keys, need.columns, epoch.lower)
-            stored = self._retry(ask)
-            splits = [_with_stored(split, need.table, stored) for split in splits]
-        return splits
-
-    def _write_once(self, epoch: Epoch, splits: Sequence[Part], writer: Writer) -> Outcome:
-        description = f"icestream {self.name} epoch {epoch.number}"
-        return self._write_epoch(splits, writer, self._source.keyed, description)
-
-    def _prepared(self, tables: Iterable[str]) -> list[str]:
-        """The tables that are ready to be written to; some may have to be created first."""
-
-        def prepare(table: str) -> bool:
-            return self._sink.prepare(table, lambda: self._source.shape(table))
-
-        names = sorted(tables)
-        # One table comes first: it makes the namespace, and decides between two runs that start
-        # at once. Side by side each run could claim some of the tables, and both would stop.
-        ready = [prepare(name) for name in names[:1]]
-        with ThreadPoolExecutor(TABLES_IN_PARALLEL, "prepare") as pool:
-            ready += pool.map(prepare, names[1:])
-        return [table for table, there in zip(names, ready, strict=True) if there]
 
     def _commit(self, epoch: Epoch, written: Written, write: Callable[[], Written]) -> None:
         """Commit what was written; files that a table no longer takes are written again."""
@@ -867,58 +642,10 @@ class Pipeline:
         return self._lag + max(0.0, since - self._cadence.commit_interval)
 
 
-def brief(position: str) -> str:
-    """A position for people: of many parts, such as partitions, the first and how many follow."""
-    parts = position.split(", ")
-    if len(parts) <= POSITION_PARTS_SHOWN:
-        return position
-    shown = ", ".join(parts[:POSITION_PARTS_SHOWN])
-    return f"{shown}, and {len(parts) - POSITION_PARTS_SHOWN:,} more"
-
-
-class _GivenUp(Exception):
-    """An epoch ends early: it was given up while it waited for those before it."""
-
-
-def _cannot_evolve(table: str, columns: Sequence[Column]) -> SchemaRejected:
-    names = ", ".join(column.name for column in columns)
-    return SchemaRejected(
-        f"table {table} does not take all columns of its source",
-        detail=f"Columns: {names}. The sink cannot change what a table takes.",
-        hint="Give the destination these columns by hand and start again, leave them out at the "
-        "source, or use a sink that evolves its tables, such as `iceberg`.",
-    )
-
-
-def _cannot_look_up(needed: ValuesNeeded) -> DataRejected:
-    tables = ", ".join(need.table for need in needed.needs)
-    names = sorted({column for need in needed.needs for column in need.columns})
-    return DataRejected(
-        f"changes of {tables} leave out values, and the sink cannot look them up",
-        detail=f"Columns: {', '.join(names)}.",
-        hint="Have the source send whole rows (for PostgreSQL: ALTER TABLE ... REPLICA IDENTITY "
-        "FULL), or use a sink that gives rows back, such as `iceberg`.",
-    )
-
-
-def _with_stored(part: Part, table: str, stored: pa.Table | None) -> Part:
-    """The part with rows of a table, unless all of its changes are of another one.
-
-    A split of many tables may meet more of them than it knows.
-    """
-    elsewhere = isinstance(part, TableSplit) and part.table != table
-    return part.with_stored(table, stored) if isinstance(part, Split) and not elsewhere else part
-
-
 def _only(plan: EpochPlan, wanted: Callable[[Collection[str]], bool]) -> EpochPlan:
     """The plan with the parts whose tables are wanted, and those that only reading tells of."""
     parts = [part for part in plan.parts if not part.tables or wanted(part.tables)]
     return replace(plan, parts=parts)
-
-
-def _of_many(part: Part) -> bool:
-    """Whether a part may have changes of tables that it does not name."""
-    return not part.tables or (isinstance(part, Split) and not isinstance(part, TableSplit))
 
 
 def missing_tables(
@@ -942,5 +669,5 @@ def missing_tables(
     return [name for name in tables if not owned(name)]
 
 
-def _all_but(tables: Collection[str]) -> Callable[[str], bool]:
-    return lambda table: table not in tables
+class _GivenUp(Exception):
+    """An epoch ends early: it was given up while it waited for those before it."""
