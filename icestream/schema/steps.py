@@ -107,7 +107,7 @@ def grown(shape: TableShape, columns: Sequence[Column], table: str) -> TableShap
             held[column.name] = Column(name=column.name, type=kind, required=required)
         elif not column.absent:
             held[column.name] = Column(name=column.name, type=column.type)
-    return TableShape(columns=list(held.values()), key=shape.key)
+    return replace(shape, columns=list(held.values()))
 
 
 def declared_shape(shape: TableShape, types: Mapping[str, IcebergType], table: str) -> TableShape:
@@ -123,7 +123,7 @@ def declared_shape(shape: TableShape, types: Mapping[str, IcebergType], table: s
             shape = grown(shape, [wanted], table)
         except SchemaRejected:
             columns = [*shape.columns[:number], wanted, *shape.columns[number + 1 :]]
-            shape = TableShape(columns=columns, key=shape.key)
+            shape = replace(shape, columns=columns)
     return shape
 
 

@@ -319,7 +319,12 @@ class ShapedTables(ShapedSink):
 
 def _shape_to_json(shape: TableShape, first_epoch: int) -> str:
     schema = json.loads(new_schema(shape).model_dump_json())
-    told = {"schema": schema, "key": list(shape.key), "first_epoch": first_epoch}
+    told = {
+        "schema": schema,
+        "key": list(shape.key),
+        "first_epoch": first_epoch,
+        **({"table_id": shape.table_id} if shape.table_id else {}),
+    }
     return json.dumps(told, separators=(",", ":"))
 
 
@@ -330,4 +335,5 @@ def _shape_from_json(text: str) -> tuple[TableShape, int]:
         Column(name=field.name, type=field.field_type, required=field.required)
         for field in schema_from_json(json.dumps(document["schema"])).fields
     ]
-    return TableShape(columns=columns, key=document["key"]), document.get("first_epoch", 0)
+    shape = TableShape(columns=columns, key=document["key"], table_id=document.get("table_id", ""))
+    return shape, document.get("first_epoch", 0)

@@ -196,7 +196,11 @@ class Selects:
             columns.append(Column(name=field.name, type=kind, required=required))
         origins = {name: column.name for name, column in plain.items()}
         return Derived(
-            shape=TableShape(columns=columns, key=_surviving(table, source, origins)),
+            shape=TableShape(
+                columns=columns,
+                key=_surviving(table, source, origins),
+                table_id=source.table_id,
+            ),
             plain=origins,
             used=frozenset(source.columns[place].name for place in parts.used()),
             named=self._named(table, [column.name for column in source.columns]),
@@ -220,7 +224,9 @@ class Selects:
         nothing can be deleted, unless the rows are `identified` by something else.
         """
         for place, each in enumerate(selects):
-            frame = self._applied_one(frame, place, each, identified or bool(each.key))
+            # A whole row is as it is: thousands of tables shall not make a plan of thousands.
+            if each.table in self._texts:
+                frame = self._applied_one(frame, place, each, identified or bool(each.key))
         return frame
 
     def _applied_one(

@@ -24,7 +24,7 @@ from icestream.documents import DOCUMENT, ID, document, numbered_document
 from icestream.errors import DataRejected, SchemaRejected
 from icestream.iceberg.rows import from_spark
 from icestream.report import Done, Row, encode
-from icestream.schema import SchemaGap, arrow_schema, gaps, schema_from_json
+from icestream.schema import Reads, SchemaGap, arrow_schema, gaps, schema_from_json
 from icestream.sinks import SelectingWriter, Writer, WritesDocuments
 from icestream.sources import FRAME_ID, FRAME_OP, FRAME_ROW, FrameSplit
 from icestream.spark import as_retryable, attempt_number, in_session, run_frame
@@ -88,8 +88,8 @@ def _write_frame(
     documents = isinstance(partition.inner(), WritesDocuments)
     if select or not documents:
         _refuse_lacking(part, writer)
-    if not select and not documents:
-        _refuse_unread(part, frame)
+    if select or not documents:
+        _refuse_unread(part, frame, writer.reads(part.table))
     changes = frame.select(
         F.col(FRAME_OP).cast("tinyint").alias(CHANGE_OP),
         F.lit(part.version).cast("long").alias(CHANGE_AT),
@@ -99,7 +99,8 @@ def _write_frame(
     )
     if select and selects:
         changes = in_session(selects.spark, changes)
-        changes = selects.applied(changes, [select], identified=part.identified)
+        # A delete that no key leads to is refused by who writes; it must not be dropped here.
+        changes = selects.applied(changes, [select], identified=True)
     if documents:
         changes = _as_documents(changes, select)
     rows = run_frame(changes, partial(_write_partition, partition), description)
@@ -114,10 +115,12 @@ def _refuse_lacking(part: FrameSplit, writer: Writer) -> None:
         raise Unready([SchemaGap(part.table, lacking)])
 
 
-def _refuse_unread(part: FrameSplit, frame: DataFrame) -> None:
+def _refuse_unread(part: FrameSplit, frame: DataFrame, reads: Reads | None) -> None:
     """A column that Spark does not read would be null in every row, and nobody would know."""
     there = _names(frame)
-    unread = [column.name for column in part.columns if column.name not in there]
+    names = [column.name for column in part.columns]
+    needed = [name for name in names if reads is None or name in reads.columns]
+    unread = [name for name in needed if name not in there]
     if unread:
         raise SchemaRejected(
             f"column {unread[0]} of table {part.table} has a type that Spark does not read",

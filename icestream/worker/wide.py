@@ -254,7 +254,8 @@ def _documents(rows: pa.Table, place: int, table: str, version: int, once: bool)
             AT: rows.column(CHANGE_AT),
             SEQ: rows.column(CHANGE_SEQ),
             ID: aligned(ids),
-            DOCUMENT: texts,
+            # More than 2 GiB of text may come together.
+            DOCUMENT: texts.cast(pa.large_string()),
         }
     )
     last = changes if once else last_of_each(changes, [ID])

@@ -353,6 +353,48 @@ def test_cockroachdb_fills_an_index_exactly(
     assert documents(node, f"{prefix}-orders") == wanted
 
 
+def test_a_table_that_was_left_out_for_a_while_lacks_nothing(
+    spark: SparkSession, tmp_path: Path, node: OpenSearch, prefix: str
+):
+    """E4, C3: what came while it was not in the configuration comes when it is back."""
+    feed = RandomFeed.create(tmp_path / "feed", 6, tables=("orders", "parts"))
+
+    def run_with(*tables: str) -> None:
+        files = {"cockroachdb": {"files": str(tmp_path / "feed"), "tables": list(tables)}}
+        run(spark, {"feed": {"source": files, "sink": into_indices(node, prefix)}})
+
+    for tables in (("orders", "parts"), ("orders",), ("orders", "parts")):
+        feed.epoch(40)
+        run_with(*tables)
+    for table in ("orders", "parts"):
+        wanted = {
+            str(key): {name: value for name, value in row.items() if value is not None}
+            for key, row in feed.expected(table, feed.resolved[-1]).items()
+        }
+        assert documents(node, f"{prefix}-{table}") == wanted
+
+
+def test_ids_are_not_made_of_other_columns_later(
+    world: World, spark: SparkSession, node: OpenSearch, prefix: str
+):
+    """O4, U5: the old documents would stay for ever."""
+    world.sql(
+        "create table pair(a int not null, b int not null, primary key (a, b))",
+        "insert into pair values (1, 2)",
+    )
+    document = world.document(["public.pair"])
+    document[world.name]["sink"] = into_indices(node, prefix)
+    run(spark, document)
+    world.sql("insert into pair values (3, 4)")
+    turned = into_indices(node, prefix, identifier_columns={"public.pair": ["b", "a"]})
+    document[world.name]["sink"] = turned
+    with pytest.raises(ConfigInvalid, match="are called by other columns so far"):
+        run(spark, document)
+    document[world.name]["sink"] = into_indices(node, prefix)
+    run(spark, document)
+    assert documents(node, f"{prefix}-public.pair").keys() == {"1|2", "3|4"}
+
+
 # Iceberg tables
 
 
@@ -469,6 +511,10 @@ def test_a_copy_without_identifier_columns_takes_what_is_added_and_refuses_the_r
     with pytest.raises(DataRejected, match="nothing says which row it is") as caught:
         run(spark, copying(search, catalog))
     assert "Set `identifier_columns`" in str(caught.value.hint)
+    # A select does not make the delete go unnoticed.
+    whole = {"shop.orders": "select * from changes where id > 0"}
+    with pytest.raises(DataRejected, match="nothing says which row it is"):
+        run(spark, copying(search, catalog, transform=whole))
 
 
 def test_source_and_sink_must_agree_about_what_identifies_a_row(
@@ -491,8 +537,10 @@ def test_a_table_is_not_filled_from_itself(search: Search, spark: SparkSession):
     document = copying(search, search.catalog)
     into = document["copies"]["sink"]["iceberg"]
     into.update(namespace="shop", tables={"shop.orders": {"table": "orders"}})
-    with pytest.raises(ConfigInvalid, match="would be filled from itself"):
-        run(spark, document)
+    for transform in ({}, {"shop.orders": "select * from changes"}):
+        document["copies"]["transform"] = transform
+        with pytest.raises(ConfigInvalid, match="would be filled from itself"):
+            run(spark, document)
     assert len(search.snapshot_ids()) == 1
 
 

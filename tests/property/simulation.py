@@ -1019,8 +1019,8 @@ def in_process(rng: random.Random, stage: Stage, weather: Weather) -> Iterator[N
         owner = stage.current() if thread_name_prefix == "epoch" else None
         return SeededExecutor(stage, rng, owner)
 
-    sink = icestream.sinks.iceberg.__name__
-    modules = [icestream.pipeline, *(m for n, m in sys.modules.items() if n.startswith(sink))]
+    rooms = (icestream.pipeline.__name__, icestream.sinks.iceberg.__name__)
+    modules = [module for name, module in sys.modules.items() if name.startswith(rooms)]
     seeded = {"ThreadPoolExecutor": executor, "threading": Threading(stage)}
     changed: list[tuple[Any, str, Any]] = [
         (icestream.pipeline, "wait", partial(wait, stage)),

@@ -74,6 +74,8 @@ _DEAD_LETTERS = {
         "when": {"type": "date"},
     },
 }
+# What the mapping of an index keeps: the columns that ids are made of, in their order.
+KEY_COLUMNS = "icestream.key"
 # 2^22 runs fit beside this many epochs into a version.
 _EPOCH_BITS = 40
 _TEMPLATE_NAME = re.compile(r"[^a-z0-9._-]")
@@ -196,6 +198,7 @@ class OpenSearchSink:
         self, epoch: Epoch, tables: Sequence[str], read_otherwise: Collection[str] = ()
     ) -> OpenSearchWriter:
         """A writer for the epoch; what it sends is recognised when it is sent again."""
+        self._refuse_other_keys(read_otherwise)
         self._take(tables)
         state = self._claimed()
         return OpenSearchWriter(
@@ -231,8 +234,11 @@ class OpenSearchSink:
     def heartbeat(self, epoch: Epoch, labels: Mapping[str, str], table: str | None = None) -> bool:
         """Publish the frontier of an epoch without changes, in the name of a table if one is given.
 
-        A table that is named here is known from then on, though it holds no document.
+        A table that is named here is known from then on, though it holds no document. False for
+        one that has no index.
         """
+        if table is not None and table not in self._claimed().indices:
+            return False
         if table is not None:
             self._take([table])
         written = Written(epoch=epoch, reports=(), writer=None, labels=labels)
@@ -245,7 +251,7 @@ class OpenSearchSink:
         Nothing is claimed. Of a pipeline without progress only the tables that would stop it.
         """
         head = self._document.read()
-        progress = head.standings.of(head.progress)
+        told = _progress(head)
         found = self._document.look([index.name for index in head.indices.values()])
         rows: list[dict[str, object]] = []
         for table in sorted({*tables, *head.indices}):
@@ -259,12 +265,13 @@ class OpenSearchSink:
                 trouble = error
             if head.sequence is None and trouble is None:
                 continue
+            progress = told.get(table, told[BESIDE])
             rows.append(
                 {
                     "pipeline": self._pipeline,
                     "table": index.name if index else self._options.index_name(table),
                     "source_table": table,
-                    "state": "ok" if index else "empty",
+                    "state": _state(table, head),
                     "trouble": trouble,
                     "generation": progress.generation,
                     "epoch": progress.epoch,
@@ -355,6 +362,23 @@ class OpenSearchSink:
             mine, meta = self._owner(table).to_json(), state.metas.get(table)
             if meta is not None and meta.get(KEY) != mine:
                 self._describe(table, {KEY: mine})
+
+    def _refuse_other_keys(self, tables: Collection[str]) -> None:
+        """Ids that are made of other columns would leave the old documents there for ever."""
+        state = self._claimed()
+        for table in tables:
+            key, meta = list(state.shapes[table].key), state.metas.get(table, {})
+            before = meta.get(KEY_COLUMNS)
+            if before is None:
+                self._describe(table, {KEY_COLUMNS: key})
+            elif list(before) != key:
+                raise ConfigInvalid(
+                    f"documents of table {table} are called by other columns so far",
+                    detail=f"So far: {', '.join(before)}; now: {', '.join(key)}.",
+                    hint="Put the key or `identifier_columns` back as they were; or delete "
+                    f"document {self._pipeline} of index {self._options.progress_index} and the "
+                    "pipeline's indices to load all its tables anew.",
+                )
 
     def _describe(self, table: str, told: Mapping[str, Any]) -> None:
         """Let the table's index say more of itself."""
@@ -525,9 +549,18 @@ def _progress(head: Head) -> dict[str, Progress]:
     at = standings.of(last)
     nothing = Progress(pipeline=last.pipeline, generation=last.generation)
     found = {table: nothing if table in standings.unfilled else at for table in head.indices}
+    found |= {
+        table: replace(mine, generation=at.generation) for table, mine in standings.away.items()
+    }
     for table, upper in standings.behind.items():
         found[table] = replace(nothing, upper=upper, replaying=True)
     return {**found, BESIDE: replace(at, epoch=last.epoch)}
+
+
+def _state(table: str, head: Head) -> str:
+    if table not in head.indices or table in head.standings.unfilled:
+        return "empty"
+    return "behind" if table in head.standings.behind else "ok"
 
 
 def _tally(report: Report) -> Tally:

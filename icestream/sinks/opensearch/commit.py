@@ -108,7 +108,9 @@ class Standings:
 
     `level` is the last epoch of the tables that are level; None when it is the last epoch of all.
     `behind` has the frontier of each table that is brought forward to the others. `unfilled` are
-    tables whose index is named, and that have taken no epoch yet.
+    tables whose index is named, and that have taken no epoch yet. `away` has the last epoch of
+    tables that a run left out of its configuration: what came since is not in them, and only the
+    source can tell whether something did.
 
     An example: tables a and b are level at epoch 7, `[60, 70)`. Table c was added: it is unfilled
     when its index is named. Epoch 8, `[0, 30)`, is of c alone. Then the document's own epoch is 8,
@@ -120,6 +122,7 @@ class Standings:
     level: Progress | None = None
     behind: Mapping[str, Frontier] = field(default_factory=dict)
     unfilled: frozenset[str] = frozenset()
+    away: Mapping[str, Progress] = field(default_factory=dict)
 
     def of(self, last: Progress) -> Progress:
         """The last epoch of the tables that are level, given the document's own."""
@@ -130,12 +133,18 @@ class Standings:
     ) -> "Standings":
         """What becomes of it by an epoch of these tables up to `upper`; `last` was before it."""
         behind, unfilled = self.behind, self.unfilled.difference(tables)
+        away = {table: mine for table, mine in self.away.items() if table not in tables}
         if not tables or not self.of(last).upper.covers(upper):
-            return Standings(behind=behind, unfilled=unfilled)
+            return Standings(behind=behind, unfilled=unfilled, away=away)
         # The others have been there: the epoch brings a table forward.
         behind = {table: at for table, at in behind.items() if table not in tables}
         behind |= dict.fromkeys(tables, upper) if replaying else {}
-        return Standings(level=self.level or last, behind=behind, unfilled=unfilled)
+        return Standings(level=self.level or last, behind=behind, unfilled=unfilled, away=away)
+
+    def leaving(self, last: Progress, tables: Collection[str]) -> "Standings":
+        """The same when a run begins that does not have these tables."""
+        level = {*tables} - {*self.behind, *self.unfilled, *self.away}
+        return replace(self, away={**self.away, **dict.fromkeys(level, self.of(last))})
 
     def naming(self, tables: Collection[str]) -> "Standings":
         """The same with new tables."""
@@ -213,6 +222,8 @@ class ProgressDocument:
                 return head
             self.refuse_lost({t: i for t, i in head.indices.items() if t in tables})
             mine = replace(head.progress, generation=head.progress.generation + 1)
+            left = head.indices.keys() - {*tables}
+            head = replace(head, standings=head.standings.leaving(head.progress, left))
             self._swap(head, self._source(mine, head, claim_id=claim_id))
             return replace(head, progress=mine, claim_id=claim_id)
 
@@ -332,6 +343,7 @@ class ProgressDocument:
             "level": _bounds(level) if level else None,
             "behind": {table: at.to_json() for table, at in sorted(standings.behind.items())},
             "unfilled": sorted(standings.unfilled),
+            "away": {table: _bounds(mine) for table, mine in sorted(standings.away.items())},
         }
 
     def _swap(self, head: Head, source: Mapping[str, Any]) -> None:
@@ -474,6 +486,7 @@ def _head(body: Mapping[str, Any], pipeline: str) -> Head:
             level=progress(level) if level else None,
             behind={table: Frontier.from_json(at) for table, at in behind.items()},
             unfilled=frozenset(source.get("unfilled") or ()),
+            away={table: progress(each) for table, each in (source.get("away") or {}).items()},
         ),
         batch_id=source["batch_id"],
         claim_id=source["claim_id"],

@@ -14,14 +14,14 @@ import pyarrow as pa
 
 from icestream.change import AT, OP, Op
 from icestream.documents import DOCUMENT, ID
-from icestream.errors import TargetUnavailable
+from icestream.errors import ConfigInvalid, TargetUnavailable
 from icestream.sinks.opensearch.bulk import Sending
-from icestream.sinks.opensearch.client import NOT_FOUND, OK, Answer, Client
+from icestream.sinks.opensearch.client import BAD_REQUEST, OK, Answer, Client
 from icestream.sinks.opensearch.options import OpenSearchOptions
 
 _KEPT_OPEN = "2m"
 _PAGE = {"size": 5000, "_source": False, "sort": ["_doc"], "query": {"match_all": {}}}
-_FILTER = "filter_path=_scroll_id,hits.hits._id,error"
+_FILTER = "filter_path=_scroll_id,hits.hits._id,error,timed_out,_shards.failed"
 
 
 def empty(client: Client, options: OpenSearchOptions, index: str, version: int) -> None:
@@ -43,7 +43,7 @@ def _pages(client: Client, index: str) -> Iterator[pa.Array]:
     """The ids of all documents, also of those that searches do not find yet."""
     path = f"/{quote(index, safe='')}"
     _expect(client.call("POST", f"{path}/_refresh"), index)
-    search = f"{path}/_search?scroll={_KEPT_OPEN}&{_FILTER}"
+    search = f"{path}/_search?scroll={_KEPT_OPEN}&allow_partial_search_results=false&{_FILTER}"
     page = _expect(client.call("POST", search, _PAGE), index)
     scroll = page.get("_scroll_id")
     try:
@@ -58,10 +58,19 @@ def _pages(client: Client, index: str) -> Iterator[pa.Array]:
 
 
 def _expect(answer: Answer, index: str) -> dict[str, Any]:
-    if answer.status == OK:
-        found: dict[str, Any] = answer.json()
-        return found
-    hint = "The index is gone." if answer.status == NOT_FOUND else "It is tried again."
-    raise TargetUnavailable(
-        f"the documents of index {index} could not be read", detail=answer.reason, hint=hint
-    )
+    """What was answered; raises unless all shards did, for what one of them holds would stay."""
+    if answer.status == BAD_REQUEST:
+        raise ConfigInvalid(
+            f"the documents of index {index} cannot be read in pages",
+            detail=answer.reason,
+            hint=f"Let `max_result_window` of the index be {_PAGE['size']} at least.",
+        )
+    found: dict[str, Any] = answer.json() if answer.status == OK else {}
+    whole = not found.get("timed_out") and not found.get("_shards", {}).get("failed")
+    if answer.status != OK or not whole:
+        raise TargetUnavailable(
+            f"the documents of index {index} could not all be read",
+            detail=answer.reason if answer.status != OK else "A shard did not answer.",
+            hint="It is tried again; look at the health of the cluster.",
+        )
+    return found

@@ -85,3 +85,23 @@ def test_versions_are_ordered_by_run_and_then_by_epoch(one, other):
     if one < other:
         # Emptying a table takes what is older, and nothing of its own epoch or later ones.
         assert document_version(*one) < document_version(*other) - 1 < document_version(*other)
+
+
+def test_a_table_that_is_left_out_keeps_the_frontier_that_it_had():
+    """E4: only its source knows what it lacks, by where it stood."""
+    level = progress(7, 60, 70)
+    standings = Standings(unfilled=frozenset(["n"])).leaving(level, ["b", "n"])
+    standings = standings.after(level, at(80), ["a"], replaying=False)
+    standings = standings.leaving(progress(8, 70, 80), ["b"])
+    last = progress(9, 80, 90)
+    found = _progress(head(last, standings, "a", "b", "n"))
+    assert {table: mine.upper for table, mine in found.items()} == {
+        "a": at(90),
+        "b": at(70),
+        "n": START,
+        BESIDE: at(90),
+    }
+    resume = resume_point(found)
+    assert (resume.at, resume.number, resume.replays) == (at(90), 9, {})
+    back = standings.after(last, at(100), ["b"], replaying=False)
+    assert not back.away
