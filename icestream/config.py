@@ -87,6 +87,9 @@ class PipelineConfig:
             )
         self._refuse_topic_options()
         self._refuse_unknown_transforms()
+        for table in self.source.named():
+            if (catalog := self.source.catalog_of(table)) is not None:
+                self.sink.refuse_itself(table, catalog)
 
     def _refuse_unknown_transforms(self) -> None:
         """A select whose table is misspelled would let through what it was to mask."""

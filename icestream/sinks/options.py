@@ -58,6 +58,10 @@ class SinkOptions(Protocol):
         """The Iceberg catalog that has a table; None when the sink writes to none."""
         return None
 
+    def refuse_itself(self, table: str, catalog: Mapping[str, str]) -> None:
+        """Raise `ConfigInvalid` when a table of this catalog would be filled from itself."""
+        return None
+
     def letter_box(self, sink: Any, pipeline: str, spark: Any) -> LetterBox | None:
         """Where dead letters of an opened sink are read again; None when it keeps none."""
         return None

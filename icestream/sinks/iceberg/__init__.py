@@ -44,6 +44,7 @@ from icestream.sinks.iceberg.making import (
     SCHEMA_PROPERTY,
     key_of,
     own_schema,
+    refuse_itself,
     warn_of_deleted_metadata,
 )
 from icestream.sinks.iceberg.options import IcebergSinkOptions
@@ -135,6 +136,8 @@ class IcebergSink:
         if state.key is None:
             if not self._shaped(table, state, shape):
                 return False
+            if not state.progress.epoch:
+                refuse_itself(state.handle, table, shape())
             warn_of_deleted_metadata(self._options, state.handle)
             state.key = key_of(self._options, table, state.handle, shape)
             if NAME_MAPPING in state.handle.properties() and (known := shape()):

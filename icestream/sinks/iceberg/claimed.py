@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from icestream import failpoints
 from icestream.epoch import Progress, furthest, lacking_tables, table_id
-from icestream.errors import ConfigInvalid, NeedsOperator, TargetUnavailable
+from icestream.errors import NeedsOperator, TargetUnavailable
 from icestream.iceberg.catalog import Catalog
 from icestream.iceberg.handle import TableName
 from icestream.iceberg.head import TableHead
@@ -210,11 +210,7 @@ class ClaimedTables:
         if holder := self._holder(lambda state: state.handle.name == name):
             return self._assured(holder, table)
         self.names.by_name([table])
-        handle = self._catalog.load(name)
-        if handle is not None:
-            _refuse_itself(handle, table, shape())
-        else:
-            handle = self._create(table, name, shape())
+        handle = self._catalog.load(name) or self._create(table, name, shape())
         if handle is None:
             return None
         self._refuse_stranger(handle, table)
@@ -280,15 +276,6 @@ class ClaimedTables:
         mine = TableOwner(pipeline=self._pipeline, table=table if certain else None)
         owned = TableToClaim(handle, mine, self.names)
         return publish_claim(owned, self._branch, claim, self.claim_id)
-
-
-def _refuse_itself(handle: Table, table: str, shape: TableShape | None) -> None:
-    """A table that is filled from itself would grow for ever."""
-    if shape is not None and shape.table_id and shape.table_id == handle.uuid():
-        raise ConfigInvalid(
-            f"table {table} would be filled from itself",
-            hint="Name another table, namespace or catalog at the sink.",
-        )
 
 
 def _unread(name: TableName) -> TargetUnavailable:

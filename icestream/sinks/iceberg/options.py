@@ -64,6 +64,14 @@ class RouteOptions:
     )
 
 
+def filled_from_itself(table: str) -> ConfigInvalid:
+    """The error about a table that would grow for ever."""
+    return ConfigInvalid(
+        f"table {table} would be filled from itself",
+        hint="Name another table, namespace or catalog at the sink.",
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IcebergSinkOptions(SinkOptions):
     """Options of the Iceberg sink."""
@@ -164,6 +172,12 @@ class IcebergSinkOptions(SinkOptions):
     def catalog_of(self, table: str) -> Mapping[str, str] | None:
         """The one that has all tables."""
         return self.catalog
+
+    def refuse_itself(self, table: str, catalog: Mapping[str, str]) -> None:
+        """By catalog and name, before anything is asked."""
+        if dict(catalog) == dict(self.catalog):
+            if table == f"{self.namespace}.{self.table_names().of(table)}":
+                raise filled_from_itself(table)
 
     def letter_box(self, sink: Any, pipeline: str, spark: Any) -> LetterBox | None:
         """The tables of dead letters; see `SinkOptions.letter_box`."""

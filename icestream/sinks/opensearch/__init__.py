@@ -369,7 +369,8 @@ class OpenSearchSink:
         for table in tables:
             key, meta = list(state.shapes[table].key), state.metas.get(table, {})
             before = meta.get(KEY_COLUMNS)
-            if before is None:
+            filled = table in state.named and table not in state.standings.unfilled
+            if before is None or (not filled and list(before) != key):
                 self._describe(table, {KEY_COLUMNS: key})
             elif list(before) != key:
                 raise ConfigInvalid(
