@@ -47,8 +47,9 @@ test: check ## everything a change must pass, set-up included
 test-durations: setup ## the same, and measure the files anew for the order in which they run
 	$(PYTEST) -q $(BOTH_CORES) -m "not long" --write-durations $(TESTS)
 
-test-long: setup ## kills of real processes at every place, and whatever else takes long
-	$(PYTEST) -q -m long tests
+test-long: setup ## kills of real processes at every place, all random examples, and whatever else takes long
+	ICESTREAM_THOROUGH=1 $(PYTEST) -q -m long tests
+	ICESTREAM_THOROUGH=1 $(PYTEST) -q -m "not long" tests/property
 
 test-unit: setup ## unit and property tests, no server
 	$(PYTEST) -q tests/unit tests/property

@@ -16,12 +16,13 @@ from pyspark.sql import SparkSession
 from icestream import failpoints
 from icestream.samples.postgres import EmbeddedPostgres
 from icestream.spark import session
+from tests.examples import tries
 from tests.lake import Lake
 from tests.order import Stopwatch, durations, longest_first
 from tests.servers import KafkaBroker, OpenSearch, RestCatalog, S3Server, running
 
 # No test depends on how busy the machine is. What is compiled at its first call is slow once.
-settings.register_profile("icestream", deadline=None)
+settings.register_profile("icestream", deadline=None, max_examples=tries(100))
 settings.load_profile("icestream")
 
 # Tests handle few rows, and a JVM spends more on its best compiler than on them. Spark's launcher

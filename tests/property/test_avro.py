@@ -9,12 +9,13 @@ from typing import Any
 
 import fastavro
 import pyarrow as pa
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from icestream.formats.avro import decode
+from tests.examples import examples
 
-SLOW = settings(max_examples=150)
+SLOW = examples(150)
 
 
 @dataclass(frozen=True)

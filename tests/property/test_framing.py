@@ -9,10 +9,11 @@ from functools import partial
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from icestream.sources.postgres.framing import State, Stop, gather, row_tuples, walk
+from tests.examples import examples
 from tests.property.test_hostile_bytes import (
     BEGIN,
     COMMIT,
@@ -25,7 +26,7 @@ from tests.property.test_hostile_bytes import (
     wal_data,
 )
 
-MANY = settings(max_examples=300)
+MANY = examples(300)
 ROWS, CONTENT, XIDS = 64, 4096, 4
 numbers = partial(np.array, dtype=np.int64)
 

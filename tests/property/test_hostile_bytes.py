@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from icestream.formats import avro, protobuf
@@ -26,10 +26,11 @@ from icestream.formats.binary_texts import (
 )
 from icestream.formats.json_cells import MalformedJson, members, values
 from icestream.sources.postgres.framing import State, Stop, row_tuples, walk
+from tests.examples import examples
 from tests.property.test_avro import damaged, encoded
 from tests.property.test_protobuf import PROTO3, WIRE
 
-MANY = settings(max_examples=300)
+MANY = examples(300)
 AROUND = (0, 1, 0x64, 0xFF)
 LSN = 0x1_0000_0002
 
@@ -163,7 +164,7 @@ def test_a_damaged_avro_record_is_read_within_its_bytes(record):
     agreed(read)
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(WIRE.flatmap(damaged))
 def test_a_damaged_protobuf_message_is_read_within_its_bytes(record):
     """Mend d2, K3: lengths, groups and tags that reach beyond the message."""

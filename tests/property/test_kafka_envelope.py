@@ -7,15 +7,16 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from icestream.change import Op
 from icestream.formats.envelope import USUAL_OPERATIONS, ValueOptions, decode
 from icestream.formats.rows import Records
+from tests.examples import examples
 
 # Compiling the kernels falls into whichever example comes first.
-patient = settings(max_examples=200)
+patient = examples(200)
 
 REJECTED = "rejected"
 SKIPPED = "skipped"

@@ -4,13 +4,14 @@ import base64
 from collections.abc import Collection
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pyiceberg.types import BinaryType, ListType, LongType, StringType
 
 from icestream.formats.envelope import UNAVAILABLE_VALUE
 from icestream.formats.rows import Records
 from icestream.schema import Column, TableShape
+from tests.examples import examples
 from tests.property.kafka_reading import Destination, Row, records, split_of
 
 TABLES = ("t", "u")
@@ -112,7 +113,7 @@ CHANGES = st.tuples(st.sampled_from(TABLES), st.integers(0, 3), ACTIONS)
 EPOCHS = st.lists(st.lists(st.lists(CHANGES, max_size=5), max_size=4), max_size=4)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(EPOCHS)
 def test_the_destination_has_the_rows_of_the_database(epochs):
     """P7, K3: however changes are cut into epochs, batches, partitions and tables."""

@@ -9,13 +9,14 @@ import pyarrow as pa
 import pytest
 from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from icestream.formats.protobuf import _files, _message_at, decode
+from tests.examples import examples
 
-MANY = settings(max_examples=100)
-FEW = settings(max_examples=20)
+MANY = examples(100)
+FEW = examples(20)
 
 MEMBERS = """
   double f1 = 1; float f2 = 2; int32 f3 = 3; int64 f4 = 4; uint32 f5 = 5; uint64 f6 = 6;

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pyiceberg.schema import Schema
 from pyiceberg.transforms import (
@@ -18,6 +18,7 @@ from pyiceberg.transforms import (
 from pyiceberg.types import DateType, LongType, NestedField, StringType
 
 from icestream.change import AT, BEFORE, OP, SEQ, Op
+from tests.examples import examples
 from tests.property.tables import LocalTable
 
 SCHEMA = Schema(
@@ -105,7 +106,7 @@ def plain(row: Row) -> Row:
     return {**row, "day": None if day is None else (day - pa.scalar(0, pa.date32()).as_py()).days}
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(epochs(), st.sampled_from(SPECS), st.booleans(), st.randoms(use_true_random=False))
 def test_files_hold_what_applying_the_changes_leaves(history, terms, images, rng):
     """I8, I9: random tables, partitions and before-images; no copy stays behind, none is lost."""
@@ -128,7 +129,7 @@ keyed_changes = st.tuples(
 )
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(st.lists(st.lists(keyed_changes, max_size=6), min_size=1, max_size=4))
 def test_a_key_that_decides_the_partition_reaches_its_rows_and_no_others(history):
     """I9: deletes bound to a partition by the key."""
@@ -149,7 +150,7 @@ def test_a_key_that_decides_the_partition_reaches_its_rows_and_no_others(history
     assert {(row["region"], row["id"]): row["value"] for row in found} == expected
 
 
-@settings(max_examples=20)
+@examples(20)
 @given(epochs(), st.sampled_from(SPECS), st.sampled_from(SPECS))
 def test_a_changed_partition_spec_leaves_no_copy_behind(history, old, new):
     """I9: also right after the table's partition spec was changed."""
