@@ -3,7 +3,7 @@
 | who | class | how long |
 |---|---|---|
 | the loop | `Patience` | without end; with `--once` `TRIES_MAX` or `ONCE_SECONDS_MAX` |
-| all below it, workers too | `Bridge` | `PAUSES_SECONDS`, within `BRIDGED_SECONDS_MAX` |
+| all below it, workers too | `Bridge`, `bridged` | `PAUSES_SECONDS`, within `BRIDGED_SECONDS_MAX` |
 | who waits for what others do | `Deadline` | the time given: this is no retry, nothing has failed |
 
 **The loop.** A part that is away (source, registry, catalog, storage, OpenSearch) is asked again,
@@ -24,10 +24,13 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
-from icestream.errors import IcestreamError
+from icestream.errors import IcestreamError, Retryable
 
 log = logging.getLogger(__name__)
+
+R = TypeVar("R")
 
 RETRY_SECONDS = 0.5
 RETRY_SECONDS_MAX = 30.0
@@ -160,6 +163,21 @@ class Bridge:
     def refresh(self) -> None:
         """Something went on: the next failure is a first one."""
         self._failures, self._deadline = 0, None
+
+
+def bridged(
+    attempt: Callable[[], R],
+    passing: Callable[[IcestreamError], bool] = lambda error: isinstance(error, Retryable),
+) -> R:
+    """What the attempt gives, which is tried again for a moment after trouble that is `passing`."""
+    bridge = Bridge()
+    while True:
+        try:
+            return attempt()
+        except IcestreamError as error:
+            if not passing(error):
+                raise
+            bridge.wait(error)
 
 
 class Deadline:

@@ -5,8 +5,8 @@ import threading
 import pytest
 
 from icestream import patience
-from icestream.errors import SourceUnavailable, TargetUnavailable
-from icestream.patience import Bridge, Deadline, Patience, Stopped, Trouble
+from icestream.errors import SchemaRejected, SourceUnavailable, TargetUnavailable
+from icestream.patience import Bridge, Deadline, Patience, Stopped, Trouble, bridged
 
 AWAY = TargetUnavailable("the catalog is away", hint="Look there.")
 
@@ -170,3 +170,20 @@ def test_a_wait_for_what_others_do_ends_with_its_time(clock):
         looks += 1
     assert deadline.passed
     assert looks == pytest.approx(1.0 / patience.POLL_SECONDS, abs=2)
+
+
+def test_only_passing_trouble_is_tried_again(clock):
+    """E13: what a person must decide, and what is no trouble of this kind, is told at once."""
+    answers = iter([AWAY, AWAY, "here", SchemaRejected("no such column"), AWAY])
+
+    def attempt() -> str:
+        found = next(answers)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    assert bridged(attempt) == "here"
+    with pytest.raises(SchemaRejected):
+        bridged(attempt)
+    with pytest.raises(TargetUnavailable):
+        bridged(attempt, lambda error: "loading" in str(error))

@@ -22,7 +22,7 @@ from icestream.iceberg.catalog import Catalog
 from icestream.iceberg.handle import TableName
 from icestream.iceberg.table import Table
 from icestream.names import ANY_TABLE
-from icestream.patience import Bridge
+from icestream.patience import bridged
 from icestream.sinks.iceberg.options import IcebergSinkOptions
 from icestream.sinks.iceberg.owners import (
     TableOwner,
@@ -90,20 +90,12 @@ class OwnTables:
         written twice.
         """
         try:
-            return self._load_listed(name)
+            return bridged(lambda: self._catalog.load_listed(name))
         except (Retryable, NeedsOperator) as error:
             log.warning("table %s is passed over: %s", name, error, extra={"table": str(name)})
             self._strangers.add(name)
             self.unread[name] = error
             return None
-
-    def _load_listed(self, name: TableName) -> Table | None:
-        bridge = Bridge()
-        while True:
-            try:
-                return self._catalog.load_listed(name)
-            except Retryable as error:
-                bridge.wait(error)
 
     def refuse_unread(self, progress: Mapping[str, Progress]) -> None:
         """Raise for a table that could not be read and that the last epoch knew by its name."""

@@ -7,7 +7,6 @@ pipeline has read is known by what it has committed, not by them.
 
 import logging
 import re
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as AnswerMissing
@@ -29,6 +28,7 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]
 )
 
 from icestream.errors import ConfigInvalid, IcestreamError, SourceUnavailable, shown
+from icestream.patience import bridged
 from icestream.sources.kafka.errors import (
     keep_settings_secret,
     needs_operator,
@@ -41,7 +41,6 @@ REQUEST_SECONDS = 20.0
 GRACE_SECONDS = 5.0
 # What the broker of a group says while it reads what it knows of groups.
 LOADING = "COORDINATOR_LOAD_IN_PROGRESS"
-LOADING_SECONDS, LOADING_SECONDS_MAX = 0.2, 5.0
 INTERNAL_PREFIX = "__"
 # How the names of errors begin that come from the client itself, not from a broker.
 CLIENTS_OWN_PREFIX = "_"
@@ -215,17 +214,11 @@ class Cluster:
         ]
         if not places:
             return
-        deadline = time.monotonic() + LOADING_SECONDS_MAX
-        while True:
-            try:
-                self._publish(group, places)
-                return
-            except IcestreamError as error:
-                # A broker that has just been started says so for a moment.
-                if LOADING not in str(error) or time.monotonic() > deadline:
-                    logger.warning("could not publish the offsets of group %s: %s", group, error)
-                    return
-            time.sleep(LOADING_SECONDS)
+        try:
+            # A broker that has just been started says for a moment that it is loading.
+            bridged(lambda: self._publish(group, places), lambda error: LOADING in str(error))
+        except IcestreamError as error:
+            logger.warning("could not publish the offsets of group %s: %s", group, error)
 
     def _publish(self, group: str, places: Sequence[TopicPartition]) -> None:
         asked = self._request(

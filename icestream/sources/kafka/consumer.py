@@ -17,7 +17,6 @@ log after it.
 import ctypes
 import json
 import logging
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -27,6 +26,8 @@ import pyarrow as pa
 
 from icestream.errors import HistoryLost, IcestreamError, check, shown
 from icestream.formats.rows import Records
+from icestream.kernels.arrays import validity
+from icestream.patience import Deadline
 from icestream.sources import SplitsLost
 from icestream.sources.kafka.errors import (
     keep_settings_secret,
@@ -253,7 +254,7 @@ class _Consumer:
 
     def wait_for_record(self, seconds: float) -> bool:
         """Whether the range has a record left, which is then the first of `_messages`."""
-        deadline = time.monotonic() + seconds
+        deadline = Deadline(seconds)
         seen = self._position, self._fetched
         while self._position < self._wanted.end:
             if self._first < self._stop or self._fill():
@@ -263,8 +264,8 @@ class _Consumer:
                 self._pass_event(message)
             if seen != (self._position, self._fetched):
                 seen = self._position, self._fetched
-                deadline = time.monotonic() + seconds
-            elif time.monotonic() > deadline:
+                deadline = Deadline(seconds)
+            elif deadline.passed:
                 raise self._stalled(seconds)
         return False
 
@@ -387,7 +388,6 @@ def _empty(count: int, size: int) -> Binary:
 
 def _binary(column: Binary) -> pa.Array:
     starts, valid, content = column
+    buffers = [validity(valid), pa.py_buffer(starts), pa.py_buffer(content)]
     nulls = int(len(valid) - np.count_nonzero(valid))
-    bits = pa.py_buffer(np.packbits(valid, bitorder="little")) if nulls else None
-    buffers = [bits, pa.py_buffer(starts), pa.py_buffer(content)]
     return pa.Array.from_buffers(pa.binary(), len(valid), buffers, null_count=nulls)
