@@ -11,7 +11,7 @@ import pytest
 from icestream import failpoints
 from icestream.errors import DataRejected, SchemaRejected
 from icestream.failpoints import FailpointError
-from icestream.sources.postgres import PostgresSource
+from icestream.sources.postgres.copies import Copies
 from icestream.sources.postgres.framing import State
 from tests.integration.postgres_world import Load, Published, World, lsn, session
 from tests.servers import wait_until
@@ -96,24 +96,24 @@ def test_copy_that_was_ended_in_the_middle_goes_on_without_loss_or_duplicate(
 
 def change_behind_snapshots(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let rows change between the snapshot of each later round and its mark in the log."""
-    begin = PostgresSource._begin_later
+    begin = Copies._begin_later
 
     def begin_and_change(self, at, table):  # type: ignore[no-untyped-def]
-        mark = self._server.mark
+        mark = self._run.server.mark
 
         def after_changes() -> int:
             load.db.run("delete from item where id % 7 = 0 or id = (select max(id) from item)")
             load.db.run("update part set note = note || '+'")
             return mark()
 
-        self._server.mark = after_changes
+        self._run.server.mark = after_changes
         try:
             return begin(self, at, table)
         finally:
-            self._server.mark = mark
+            self._run.server.mark = mark
 
     # The changes must come after the snapshot and before the mark: no client can aim at that.
-    monkeypatch.setattr(PostgresSource, "_begin_later", begin_and_change)
+    monkeypatch.setattr(Copies, "_begin_later", begin_and_change)
 
 
 def test_later_rounds_leave_out_what_the_stream_has_changed_since(
@@ -137,7 +137,7 @@ def test_without_the_rule_of_touched_keys_later_rounds_undo_changes(
     interrupted_copy(world, load, monkeypatch)
     change_behind_snapshots(load, monkeypatch)
     # A rule that no option switches off, taken out to show that it is needed.
-    monkeypatch.setattr(PostgresSource, "_touched", lambda *_: None)
+    monkeypatch.setattr(Copies, "_touched", lambda *_: None)
     world.run(BOTH)
     with pytest.raises(AssertionError, match="only in the lake"):
         world.assert_equal("part", PART)
@@ -399,7 +399,7 @@ def test_values_that_were_not_sent_of_rows_not_yet_copied(
     toasted(world, "plain", "default")
     toasted(world, "added", "default")
     world.run(["public.plain"])
-    begin = PostgresSource._begin_later
+    begin = Copies._begin_later
 
     def begin_and_change(self, at, table):  # type: ignore[no-untyped-def]
         found = begin(self, at, table)
@@ -407,12 +407,12 @@ def test_values_that_were_not_sent_of_rows_not_yet_copied(
             "update added set n = n + 100 where id <= 5",
             "update added set id = id + 500 where id in (2, 12)",
         )
-        found.ready_at = self._server.mark()
+        found.ready_at = self._run.server.mark()
         return found
 
     world.sql("update added set n = n + 1000 where id > 10")
     # The changes must come after the snapshot and before the round: no client can aim at that.
-    monkeypatch.setattr(PostgresSource, "_begin_later", begin_and_change)
+    monkeypatch.setattr(Copies, "_begin_later", begin_and_change)
     world.run(["public.plain", "public.added"])
     world.assert_equal("added", TOASTED)
     world.sql("update added set n = n + 5")
@@ -428,15 +428,15 @@ def test_values_that_were_not_sent_of_a_row_that_moved_on_before_its_copy(
     world.sql("create table first(id int primary key)", "insert into first values (1)")
     world.run(["public.first"])
     pipeline = world.open(world.document(["public.first", "public.added"]))
-    begin, write, later = PostgresSource._begin_later, pipeline._write_epoch, []
+    begin, write, later = Copies._begin_later, pipeline._write_epoch, []
 
     def begin_and_change(self, at, table):  # type: ignore[no-untyped-def]
         found = begin(self, at, table)
         world.sql("update added set n = n + 100 where id <= 5")
-        found.ready_at = self._server.mark()
+        found.ready_at = self._run.server.mark()
         # All of it is one epoch, so that the round is the next one.
         ends = [State.END_LSN, State.SENT_LSN]
-        state = self._reader._state
+        state = self._stream._reader._state
         wait_until(lambda: max(state[ends]) >= found.ready_at, 60, "the mark in the stream")
         return found
 
@@ -446,7 +446,7 @@ def test_values_that_were_not_sent_of_a_row_that_moved_on_before_its_copy(
         return write(splits, *rest)
 
     # One change must come after the snapshot and before the mark, the other behind the copy.
-    monkeypatch.setattr(PostgresSource, "_begin_later", begin_and_change)
+    monkeypatch.setattr(Copies, "_begin_later", begin_and_change)
     monkeypatch.setattr(pipeline, "_write_epoch", write_and_change)
     pipeline.run(once=True)
     assert later

@@ -18,8 +18,8 @@ from icestream.epoch import Epoch
 from icestream.errors import ConfigInvalid, SourceUnavailable
 from icestream.frontier import START, Frontier
 from icestream.samples.postgres import STOP_SECONDS_MAX, EmbeddedPostgres, Programs
-from icestream.sources import Budget, postgres
-from icestream.sources.postgres import PostgresOptions, PostgresSource
+from icestream.sources import Budget
+from icestream.sources.postgres import PostgresOptions, PostgresSource, watch
 from tests.integration.postgres_world import session
 from tests.servers import wait_until
 
@@ -142,7 +142,7 @@ def test_table_rewritten_between_the_slot_and_its_lock(
     server: EmbeddedPostgres, source: PostgresSource, monkeypatch: pytest.MonkeyPatch
 ):
     """Mend e1, P1: readers pinned to the older snapshot would see no rows: all begins anew."""
-    hold, times = source._hold, []
+    hold, times = source._copies._hold, []
 
     def late(*arguments):  # type: ignore[no-untyped-def]
         times.append(1)
@@ -152,7 +152,7 @@ def test_table_rewritten_between_the_slot_and_its_lock(
         return hold(*arguments)
 
     # The truncation must come between two statements of one start: no client can aim at that.
-    monkeypatch.setattr(source, "_hold", late)
+    monkeypatch.setattr(source._copies, "_hold", late)
     Asked(source).done()
     assert len(times) == 2
     assert len(ask(server, "select 1 from pg_replication_slots")) == 1
@@ -200,7 +200,7 @@ def test_server_ends_while_the_source_does_not_read(
 ):
     """Mend e2, P13: the spool is full because nothing can be committed; the stream is let go."""
     # The time between two looks at the server would only be waited out.
-    monkeypatch.setattr(postgres, "_SLOT_SECONDS", 0.2)
+    monkeypatch.setattr(watch, "_SLOT_SECONDS", 0.2)
     at = copied(source)
     for _ in range(20):
         ask(server, "insert into one select max(id) + 1, repeat('x', 4000000) from one")

@@ -3,7 +3,7 @@
 import pytest
 
 from icestream.errors import HistoryLost, SchemaRejected
-from icestream.sources import postgres
+from icestream.sources.postgres import watch
 from tests.integration.pipelines import Shell, assert_refused
 from tests.integration.postgres_world import World
 from tests.servers import wait_until
@@ -173,7 +173,7 @@ def test_table_whose_name_another_one_takes(
     world: World, shell: Shell, monkeypatch: pytest.MonkeyPatch
 ):
     """P12, Mend F2: the new table's rows would be missing; once it is gone, all goes on."""
-    monkeypatch.setattr(postgres, "_SLOT_SECONDS", 0.1)  # ten seconds would only be waited out
+    monkeypatch.setattr(watch, "_SLOT_SECONDS", 0.1)  # ten seconds would only be waited out
     wide_table(world)
     said = "table public.wide was dropped and created anew at the source"
     assert_stops(

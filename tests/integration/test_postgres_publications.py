@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from icestream.errors import HistoryLost
-from icestream.sources import postgres
+from icestream.sources.postgres import copies, watch
 from tests.integration.pipelines import Shell, assert_refused
 from tests.integration.postgres_world import World, session
 from tests.servers import wait_until
@@ -94,7 +94,7 @@ def test_publication_that_changes_while_it_is_followed(
 ):
     """P12, Mend b2: nobody restarts; the pipeline stops although its stream goes on."""
     # The time between two looks would only be waited out.
-    monkeypatch.setattr(postgres, "_SLOT_SECONDS", 0.1)
+    monkeypatch.setattr(watch, "_SLOT_SECONDS", 0.1)
     two_tables(world)
     world.sql("create publication mine for table one, two with (publish_via_partition_root)")
     with pytest.raises(HistoryLost, match=SAID):
@@ -127,7 +127,7 @@ def test_transaction_that_wrote_before_its_table_was_published(
 ):
     """P13, Mend b3: it ends later; its rows would be in neither copy nor stream."""
     # The time before it says that it waits would only be waited out.
-    monkeypatch.setattr(postgres, "_SETTLE_SECONDS_MAX", 0.5)
+    monkeypatch.setattr(copies, "_SETTLE_SECONDS_MAX", 0.5)
     two_tables(world)
     world.sql("create publication mine for table one with (publish_via_partition_root)")
     world.run(["public.one"], publication="mine")

@@ -3,7 +3,7 @@
 import pytest
 
 from icestream.errors import ConfigInvalid, SchemaRejected
-from icestream.sources import postgres
+from icestream.sources.postgres import watch
 from tests.integration.pipelines import Shell, assert_refused
 from tests.integration.postgres_world import World
 from tests.servers import wait_until
@@ -220,7 +220,7 @@ def test_inheritance_children_that_nobody_follows(
 ):
     """P12, Mend b4: a child's rows are the parent's too, but come under the child's name."""
     # The time between two looks would only be waited out.
-    monkeypatch.setattr(postgres, "_SLOT_SECONDS", 0.1)
+    monkeypatch.setattr(watch, "_SLOT_SECONDS", 0.1)
     world.sql(
         "create table city(id int primary key, name text)",
         "create table capital(primary key (id)) inherits (city)",

@@ -9,8 +9,8 @@ import pytest
 from icestream import metrics
 from icestream.errors import HistoryLost
 from icestream.samples.postgres import EmbeddedPostgres
-from icestream.sources import postgres
-from icestream.sources.postgres import PostgresSource
+from icestream.sources.postgres import watch
+from icestream.sources.postgres.copies import Copies
 from tests.integration.pipelines import Shell, assert_refused
 from tests.integration.postgres_world import World, administrator, lsn
 from tests.servers import free_port, wait_until
@@ -166,7 +166,7 @@ def test_keyless_table_that_an_earlier_version_copied_without_rows(
     tables = ["public.one", "public.log"]
     # Earlier versions did not note in a table that it was copied without rows.
     with monkeypatch.context() as earlier:
-        earlier.setattr(PostgresSource, "_ends_a_copy", lambda self, epoch: False)
+        earlier.setattr(Copies, "ends_one", lambda self, epoch: False)
         world.run(tables, cadence={"heartbeat_interval": 0})
     assert not world.lake.epochs("shop.log")
     if rows == "rows since":
@@ -232,7 +232,7 @@ def test_slot_about_to_be_lost_is_a_warning(
     """P11: said once, while the slot still serves and the pipeline has nothing to commit."""
     one_table(world)
     # The time between two looks at the slot would only be waited out.
-    monkeypatch.setattr(postgres, "_SLOT_SECONDS", 0.05)
+    monkeypatch.setattr(watch, "_SLOT_SECONDS", 0.05)
     lag = metrics.SLOT_LAG_BYTES.labels(world.slot)
 
     def write(size: int) -> None:

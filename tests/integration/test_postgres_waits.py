@@ -80,8 +80,8 @@ def messages(source: PostgresSource, epoch: Epoch) -> int:
 
 def has(source: PostgresSource, epoch: Epoch) -> bool:
     """Whether the changes of an epoch have come."""
-    found = source._reader.segments() if source._reader else []
-    return bool(found) and found[-1].upper >= source._span(epoch)[1]
+    found = source._stream._reader.segments() if source._stream._reader else []
+    return bool(found) and found[-1].upper >= source._stream.span(epoch)[1]
 
 
 def test_epoch_beyond_what_may_wait(server: EmbeddedPostgres):
@@ -95,7 +95,7 @@ def test_epoch_beyond_what_may_wait(server: EmbeddedPostgres):
         for number in (1, 2):
             epoch = written(server, at, number)
             wait_until(lambda: has(source, epoch), PATIENCE_SECONDS, "the row")  # noqa: B023
-        assert source._reader is not None and source._reader.paused()
+        assert source._stream._reader is not None and source._stream._reader.paused()
         epoch = written(server, at, 3)
         assert messages(source, epoch) == 3
         ask(server, "insert into one values (4, 'y')")
@@ -117,7 +117,7 @@ def test_stream_that_the_server_cuts_in_the_middle_of_an_epoch(server: EmbeddedP
         source.available(at)
         written(server, at, 1)
         ask(server, "select pg_terminate_backend(active_pid) from pg_replication_slots")
-        reader = source._reader
+        reader = source._stream._reader
         wait_until(
             lambda: reader is not None and reader.failed is not None, PATIENCE_SECONDS, "its end"
         )

@@ -10,11 +10,14 @@ What a publication left out then never comes, whatever the publication says now.
   published, and may commit after the copy's snapshot: its rows would come by neither way.
 """
 
+import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from icestream.errors import HistoryLost, SourceUnavailable
+from icestream.errors import ConfigInvalid, HistoryLost, NeedsOperator, SourceUnavailable
 from icestream.frontier import Position
-from icestream.sources.postgres.connection import Connection
+from icestream.sources.postgres.connection import Connection, Dsn, quoted, text_literal
+from icestream.sources.postgres.tables import PgTable
 
 Coverage = Position
 """What publishes a table: the publication's oid, its row's version, the oids of the rows that name
@@ -42,6 +45,182 @@ left join pg_catalog.pg_prepared_xacts p on p.transaction = x.id::xid
 where x.id::text::int8 < :before
   and coalesce(a.datname = current_database(), p.database = current_database(), true)
 """
+_ALL_OPERATIONS = ("insert", "update", "delete", "truncate")
+_OPERATIONS = """
+select pubinsert, pubupdate, pubdelete, pubtruncate, pubviaroot
+from pg_catalog.pg_publication where pubname = :name
+"""
+_PUBLISHED = """
+select p.schemaname::text, p.tablename::text, p.attnames::text[], p.rowfilter::text
+from pg_catalog.pg_publication_tables p where p.pubname = :name
+"""
+
+
+class Publications:
+    """The publications that a pipeline's stream asks for.
+
+    With `given` it is one of the user's own, which is left alone. Else there are two of the
+    pipeline's own, `own` and another one for tables without a key: they are made, and kept in step
+    with the configuration. Thread: any.
+    """
+
+    def __init__(self, dsn: Dsn, given: str, own: str):
+        self._dsn = dsn
+        self._given = given
+        self.names = [given] if given else [own, f"{own}_inserts"]
+
+    def of(self, table: PgTable) -> str:
+        """The publication that has to publish a table."""
+        return self.names[-1] if not table.key else self.names[0]
+
+    @property
+    def names_hash(self) -> int:
+        """What tells these publications from others."""
+        return zlib.crc32("\0".join(self.names).encode())
+
+    def coverage(self, tables: Sequence[PgTable]) -> dict[str, Coverage]:
+        """What publishes each of these tables, by name; tables that are gone are left out."""
+        found: dict[str, Coverage] = {}
+        with Connection(self._dsn) as connection:
+            for name in self.names:
+                chosen = {t.name: t.oid for t in tables if self.of(t) == name}
+                found.update(coverage(connection, name, chosen) if chosen else {})
+        return found
+
+    def unkeyed(self, before: Mapping[str, Coverage], tables: Sequence[PgTable]) -> Sequence[str]:
+        """Tables that our own publication covers as ones with a key, and that have none now."""
+        found = {t.name: t.oid for t in tables if self.of(t) != self.names[0]}
+        if not found:
+            return ()
+        with Connection(self._dsn) as connection:
+            now = coverage(connection, self.names[0], found)
+        return sorted(name for name, each in now.items() if each and each == before[name])
+
+    def next_transaction(self) -> int:
+        """Every transaction that writes and began before now has a lower number."""
+        with Connection(self._dsn) as connection:
+            return next_transaction(connection)
+
+    def running(self, before: int) -> Sequence[int] | None:
+        """Processes with transactions before this one that have not ended; None without any."""
+        with Connection(self._dsn) as connection:
+            return running(connection, before)
+
+    def publish(self, tables: Sequence[PgTable]) -> None:
+        """Make the publications cover exactly these tables.
+
+        A table whose rows cannot be identified is published for inserts alone: PostgreSQL would
+        refuse updates of it at the source.
+        """
+        with Connection(self._dsn) as connection:
+            if self._given:
+                self._check_given(connection, tables)
+                return
+            with_key = [table for table in tables if table.key]
+            keyless = [table for table in tables if not table.key]
+            main, inserts = self.names
+            self._cover(connection, main, with_key, _ALL_OPERATIONS)
+            self._cover(connection, inserts, keyless, ("insert", "truncate"))
+
+    def _cover(
+        self,
+        connection: Connection,
+        name: str,
+        tables: Sequence[PgTable],
+        operations: Sequence[str],
+    ) -> None:
+        wanted = {(table.schema, table.relation) for table in tables}
+        exists = connection.rows(_OPERATIONS, name=name)
+        found = {(str(r[0]), str(r[1])) for r in connection.rows(_PUBLISHED, name=name)}
+        published = text_literal(", ".join(operations))
+        options = f"(publish = {published}, publish_via_partition_root = true)"
+        commands = []
+        if not exists:
+            targets = ", ".join(quoted(*table) for table in sorted(wanted))
+            commands = [
+                f"CREATE PUBLICATION {quoted(name)}{' FOR TABLE ' + targets if wanted else ''} "
+                f"WITH {options}"
+            ]
+        elif exists[0] != [*(each in operations for each in _ALL_OPERATIONS), True]:
+            commands.append(f"ALTER PUBLICATION {quoted(name)} SET {options}")
+        for verb, names in (("ADD", wanted - found), ("DROP", found - wanted)):
+            if exists and names:
+                targets = ", ".join(quoted(*table) for table in sorted(names))
+                commands.append(f"ALTER PUBLICATION {quoted(name)} {verb} TABLE {targets}")
+        if not commands:
+            return
+        connection.rows("SET synchronous_commit = 'local'")
+        connection.rows("BEGIN")
+        try:
+            for command in commands:
+                connection.rows(command)
+            connection.rows("COMMIT")
+        except NeedsOperator as error:
+            raise ConfigInvalid(
+                f"could not make publication {name}",
+                detail=error.detail,
+                hint="Let an owner of the tables run: " + "; ".join(commands) + ".",
+            ) from error
+
+    def verify(self, tables: Sequence[PgTable]) -> None:
+        """Refuse a publication of the user's own that does not cover the tables."""
+        if self._given:
+            with Connection(self._dsn) as connection:
+                self._check_given(connection, tables)
+
+    def _check_given(self, connection: Connection, tables: Sequence[PgTable]) -> None:
+        name = self._given
+        rows = connection.rows(
+            "SELECT pubinsert AND pubupdate AND pubdelete AND pubtruncate, pubviaroot "
+            "FROM pg_publication WHERE pubname = :name",
+            name=name,
+        )
+        if not rows:
+            targets = ", ".join(quoted(table.schema, table.relation) for table in tables)
+            raise ConfigInvalid(
+                f"there is no publication {name}",
+                hint=f"Run `CREATE PUBLICATION {quoted(name)} FOR TABLE {targets} "
+                "WITH (publish_via_partition_root = true)`.",
+            )
+        everything, via_root = rows[0]
+        if not everything and any(table.key for table in tables):
+            raise ConfigInvalid(
+                f"publication {name} does not publish all changes",
+                detail="What it leaves out would be missing in the lake.",
+                hint=f"Run `ALTER PUBLICATION {quoted(name)} SET "
+                "(publish = 'insert, update, delete, truncate')`.",
+            )
+        if not via_root and any(leaf.oid != t.oid for t in tables for leaf in t.leaves):
+            raise ConfigInvalid(
+                f"publication {name} publishes partitions under their own names",
+                hint=f"Run `ALTER PUBLICATION {quoted(name)} SET "
+                "(publish_via_partition_root = true)`.",
+            )
+        found = {(str(r[0]), str(r[1])) for r in connection.rows(_PUBLISHED, name=name)}
+        for table in tables:
+            if (table.schema, table.relation) not in found:
+                raise ConfigInvalid(
+                    f"publication {name} lacks table {table.name}",
+                    hint=f"Run `ALTER PUBLICATION {quoted(name)} ADD TABLE "
+                    f"{quoted(table.schema, table.relation)}`.",
+                )
+
+    def published(self, tables: Sequence[PgTable]) -> list[PgTable]:
+        """The tables with the columns and rows that their publication lets through."""
+        with Connection(self._dsn) as connection:
+            found = {
+                (str(row[0]), str(row[1])): (row[2], row[3])
+                for name in self.names
+                for row in connection.rows(_PUBLISHED, name=name)
+            }
+        result = []
+        for table in tables:
+            names, row_filter = found.get((table.schema, table.relation), (None, None))
+            kept = [c for c in table.columns if names is None or c.name in names]
+            result.append(
+                replace(table, columns=kept, row_filter=str(row_filter) if row_filter else None)
+            )
+        return result
 
 
 def coverage(

@@ -24,8 +24,8 @@ def server(pipeline: str, slot: str = "") -> Server:
 def test_no_two_pipelines_share_a_slot_or_a_publication(pipelines: list[str]):
     """P10, Mend of names: letters that a slot cannot have, and names that begin alike."""
     made = [server(each) for each in pipelines]
-    slots = [each.slot_name for each in made]
-    publications = [name for each in made for name in each.publications]
+    slots = [each.slot.name for each in made]
+    publications = [name for each in made for name in each.publications.names]
     assert len(set(slots)) == len(slots)
     assert len(set(publications)) == len(publications)
     assert all(len(name.encode()) <= 63 for name in [*slots, *publications])
@@ -34,12 +34,12 @@ def test_no_two_pipelines_share_a_slot_or_a_publication(pipelines: list[str]):
 
 def test_a_name_that_fits_is_kept():
     """P10, Mend of names: slots and publications of earlier versions stay valid."""
-    assert server("shop_1").slot_name == "icestream_shop_1"
-    assert server("shop_1").publications == ["icestream_shop_1", "icestream_shop_1_inserts"]
-    assert server("orders-eu").publications[0] == "icestream_orders-eu"
+    assert server("shop_1").slot.name == "icestream_shop_1"
+    assert server("shop_1").publications.names == ["icestream_shop_1", "icestream_shop_1_inserts"]
+    assert server("orders-eu").publications.names[0] == "icestream_orders-eu"
 
 
 def test_who_names_the_former_slot_keeps_the_former_publications():
     """P10, Mend of names: a long name goes on with what an earlier version made."""
     former = f"icestream_{LONG}eu".replace("-", "_")[:63]
-    assert server(f"{LONG}eu", former).publications[0] == f"icestream_{LONG}eu"[:55]
+    assert server(f"{LONG}eu", former).publications.names[0] == f"icestream_{LONG}eu"[:55]

@@ -12,7 +12,7 @@ import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,13 +22,18 @@ import pytest
 from icestream.epoch import Epoch
 from icestream.errors import HistoryLost, SourceUnavailable
 from icestream.frontier import Frontier
-from icestream.sources import Budget, SplitsLost, postgres
-from icestream.sources.postgres import PostgresOptions, PostgresSource, connection
+from icestream.sources import Budget, SplitsLost
+from icestream.sources.postgres import PostgresOptions, PostgresSource, connection, stream
 from icestream.sources.postgres.changes import Relation, RelationColumn, WalSplit
 from icestream.sources.postgres.connection import Connection, Inbox, parse_dsn
+from icestream.sources.postgres.copies import Copies
 from icestream.sources.postgres.decode import PgType
-from icestream.sources.postgres.server import PgTable, Server, Slot
+from icestream.sources.postgres.run import Run
+from icestream.sources.postgres.server import Server
+from icestream.sources.postgres.slot import ReplicationSlot, Slot
 from icestream.sources.postgres.spool import SpoolUnreadable
+from icestream.sources.postgres.stream import ChangeStream
+from icestream.sources.postgres.tables import PgTable
 from icestream.sources.postgres.wal import Start, WalReader, Witness, epochs
 from tests.servers import wait_until
 
@@ -375,12 +380,12 @@ NO_ROOM = "No space left on device."
 EPOCH = Epoch(number=1, lower=Frontier({WAL: (START,)}), upper=Frontier({WAL: (2510,)}))
 
 
-class WiredServer(Server):
-    """A server that only its wires and its log's end are real of."""
+class WiredSlot(ReplicationSlot):
+    """A slot of which only the log's end is real."""
 
     log_end = 1_000_000
 
-    def slot(self) -> Slot:
+    def look(self) -> Slot:
         return Slot(
             name="s",
             confirmed=0,
@@ -393,8 +398,39 @@ class WiredServer(Server):
             safe_bytes=None,
         )
 
+
+class WiredServer(Server):
+    """A server that only its wires and its slot are real of."""
+
+    def __init__(self, *about: Any):
+        super().__init__(*about)
+        self.slot = WiredSlot(self.dsn, "s")
+
     def mark(self) -> int:
         return 0
+
+
+class WiredRun(Run):
+    """A run that counts the looks at what has come."""
+
+    looks = 0
+
+    def pause(self) -> None:
+        self.looks += 1
+        super().pause()
+
+
+class WiredStream(ChangeStream):
+    """A stream whose connections are wires, one after the other."""
+
+    wires: list[Wire]
+
+    def _connect(self, start: int) -> tuple[Connection, Inbox]:
+        wire = self.wires.pop(0)
+        return wire, Inbox(wire.client)  # type: ignore[return-value]
+
+    def _describe(self, message: bytes) -> Relation | None:
+        return ONE
 
 
 class WiredSource(PostgresSource):
@@ -405,39 +441,36 @@ class WiredSource(PostgresSource):
             dsn="postgresql://u@nowhere/db", tables=["public.one"], spool=str(folder)
         )
         super().__init__(options, "p", budget)
-        self._server = WiredServer(parse_dsn(options.dsn), "p", "", "")
-        self._identity = "one"
-        self._tables = {ONE.table: TABLE}
-        self._wires = list(wires)
-        self.looks = 0
+        run = WiredRun(**{each.name: getattr(self._run, each.name) for each in fields(self._run)})
+        run.server = WiredServer(parse_dsn(options.dsn), "p", "", "")
+        run.tables.identity = "one"
+        run.tables.by_name = {ONE.table: TABLE}
+        self._run = run
         # Nobody looks at the slot from time to time.
-        self._watch = threading.Thread()
+        self.stream = self._stream = WiredStream(run, lambda _: None, lambda: None)
+        self.stream.wires = list(wires)
+        self._copies = Copies(run, self.stream)
 
-    def _open_stream(self, start: int) -> tuple[Connection, Inbox]:
-        wire = self._wires.pop(0)
-        return wire, Inbox(wire.client)  # type: ignore[return-value]
-
-    def _describe(self, message: bytes) -> Relation | None:
-        return ONE
-
-    def _pause(self) -> None:
-        self.looks += 1
-        super()._pause()
+    @property
+    def looks(self) -> int:
+        """How often it has looked again at what has come."""
+        return self._run.looks
 
     def has(self, upper: int) -> bool:
         """Whether its reader has come to a position."""
-        found = self._reader.segments() if self._reader else []
+        reader = self.stream._reader
+        found = reader.segments() if reader else []
         return bool(found) and found[-1].upper >= upper
 
     def reach(self, upper: int) -> None:
         """Ask for the parts of an epoch that begins at START and was minted by an earlier run."""
         bounds = (Frontier({WAL: (START,)}), Frontier({WAL: (upper,)}))
         epoch = Epoch(number=1, lower=bounds[0], upper=bounds[1])
-        if self._reader is None:
+        if not self.stream.reading:
             # As `available`, which is asked first, has done.
-            self._read_stream((START,))
+            self.stream.read((START,))
         self.plan(epoch)
-        segments = self._between(START, upper)
+        segments = self.stream._between(START, upper)
         assert segments[0].lower <= START and segments[-1].upper >= upper
 
 
@@ -447,7 +480,7 @@ def hours_fly(monkeypatch: pytest.MonkeyPatch) -> None:
     hours = itertools.count(0, 3600)
     clock: Any = SimpleNamespace(**vars(time))
     clock.monotonic = lambda: float(next(hours))
-    monkeypatch.setattr(postgres, "time", clock)  # a real wait of hours would take hours
+    monkeypatch.setattr(stream, "time", clock)  # a real wait of hours would take hours
 
 
 @contextmanager
@@ -482,9 +515,9 @@ def test_stream_that_comes_slowly_is_waited_for(wire: Wire, tmp_path: Path, hour
     """E3, Mend c6: nor does one end the wait for what follows."""
     source = WiredSource(tmp_path, wire)
     at = Frontier({WAL: (START,)})
-    source._read_stream(at[WAL])
+    source.stream.read(at[WAL])
     with meanwhile(lambda: slowly(wire, source)):
-        (bound,) = source._stream_bounds(at, 3000)
+        (bound,) = source.stream.bounds(at, 3000)
     assert bound[WAL][0] == 3010
     source.close()
 
@@ -493,7 +526,7 @@ def test_server_that_falls_silent_ends_the_wait(
     wire: Wire, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """P6, Mend c6: a wait without a clock is not one without an end."""
-    monkeypatch.setattr(postgres, "SILENCE_SECONDS", 0.5)  # the real silence is two minutes
+    monkeypatch.setattr(stream, "SILENCE_SECONDS", 0.5)  # the real silence is two minutes
     source = WiredSource(tmp_path, wire)
     with pytest.raises(SourceUnavailable, match="silent"):
         source.reach(3010)
@@ -513,13 +546,13 @@ def test_epoch_beyond_the_log_of_the_server(wire: Wire, tmp_path: Path):
     """P12, Mend c6: a restored server that answers but will never come there is not waited for."""
     source = WiredSource(tmp_path, wire)
     with pytest.raises(HistoryLost, match="log ends at"):
-        source.reach(WiredServer.log_end + 1)
+        source.reach(WiredSlot.log_end + 1)
     source.close()
 
 
 def full_disk(source: WiredSource) -> Path:
     """The spool's folder, where the next file finds no room; once it is removed there is some."""
-    folder = source._spool_folder()
+    folder = source.stream._folder()
     (folder / "00000001.arrow").symlink_to("/dev/full")
     return folder
 
@@ -535,8 +568,8 @@ def test_full_spool_is_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     for wire in (cut, whole):
         for each in placed:
             wire.transaction(each, RELATION, INSERT)
-    source._read_stream((START,))
-    reader = source._reader
+    source.stream.read((START,))
+    reader = source.stream._reader
     assert reader is not None
 
     def ended() -> bool:
@@ -549,7 +582,7 @@ def test_full_spool_is_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert "`spool`" in str(failed.hint)
     assert not list(folder.glob("*.arrow"))
     source.reach(3010)
-    assert sum(segment.rows for segment in source._between(START, 3010)) == 2
+    assert sum(segment.rows for segment in source.stream._between(START, 3010)) == 2
     source.close()
     assert not [record for record in caplog.records if record.exc_info]
 
@@ -574,14 +607,14 @@ def test_spool_that_is_removed_is_made_again(tmp_path: Path):
     source.reach(2510)
     (split,) = source.plan(EPOCH).parts
     assert isinstance(split, WalSplit)
-    shutil.rmtree(source._spool_folder())
+    shutil.rmtree(source.stream._folder())
     with pytest.raises(SpoolUnreadable, match="could not read") as lost:
         list(split._rows())
     source.give_up(pickle.loads(pickle.dumps(lost.value)))
     with pytest.raises(SourceUnavailable, match="could not read") as told:
         source.available(EPOCH.lower)
     assert not isinstance(told.value, SplitsLost) and "No such file" in str(told.value.detail)
-    source._read_stream((START,))
+    source.stream.read((START,))
     source.reach(2510)
     (split,) = source.plan(EPOCH).parts
     assert isinstance(split, WalSplit)
@@ -592,9 +625,9 @@ def test_spool_that_is_removed_is_made_again(tmp_path: Path):
 def test_slot_past_the_lake_is_told_without_naming_who_moved_it(tmp_path: Path):
     """E7, Mend F7b: icestream itself moved it when a table was rolled back after its epoch."""
     source = WiredSource(tmp_path)
-    slot = replace(source._server.slot(), confirmed=0x2000)
+    slot = replace(source._run.server.slot.look(), confirmed=0x2000)
     with pytest.raises(HistoryLost) as refused:
-        source._server.require_history(slot, 0x1500, 0x1000)
+        source._run.server.slot.require_history(slot, 0x1500, 0x1000)
     assert "stands at 0/2000, past 0/1000" in refused.value.detail
     assert "rolled back" in refused.value.detail and "someone else" in refused.value.detail
     source.close()
@@ -616,8 +649,10 @@ def test_reader_that_died_is_not_asked_again(tmp_path: Path):
     source.reach(3010)
     # What has come stays good although its reader is dead.
     whole.server.close()
-    wait_until(lambda: source._reader.failed is not None, PATIENCE_SECONDS, "the reader ends")
-    source._segments = []
+    wait_until(
+        lambda: source.stream._reader.failed is not None, PATIENCE_SECONDS, "the reader ends"
+    )
+    source.stream._segments = []
     source.reach(3010)
     source.close()
 
@@ -626,7 +661,7 @@ def test_reader_that_died_is_not_asked_again(tmp_path: Path):
     "ask",
     [
         lambda source: source.reach(9000),
-        lambda source: source._stream_bounds(Frontier({WAL: (6000,)}), 9000),
+        lambda source: source.stream.bounds(Frontier({WAL: (6000,)}), 9000),
     ],
 )
 def test_epoch_larger_than_the_spool_may_be(
@@ -635,13 +670,13 @@ def test_epoch_larger_than_the_spool_may_be(
     """E3, Mend c6: reading pauses when much is waiting, but not before the end of what is asked
     for, nor for what was taken and not yet acknowledged."""
     source = WiredSource(tmp_path, wire, budget=Budget(rows=1, bytes=1))
-    source._read_stream((START,))
+    source.stream.read((START,))
     for number in (1, 2):
         wire.transaction(Witness(at=3000 * number - 10, xid=1, time=1), RELATION, INSERT)
         wait_until(lambda: source.has(3000 * number), PATIENCE_SECONDS, "it comes")  # noqa: B023
-    assert source._reader is not None and source._reader.paused()
+    assert source.stream._reader is not None and source.stream._reader.paused()
     # What is told from now on is told by a reader that has noticed.
-    source._reader.confirm(START, START + 1)
+    source.stream._reader.confirm(START, START + 1)
     wait_until(
         lambda: any(confirmed == START + 1 for _, confirmed in wire.told),
         PATIENCE_SECONDS,
