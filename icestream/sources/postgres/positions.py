@@ -11,8 +11,9 @@ created anew, is never mistaken for the old one. All functions are pure.
 from icestream.frontier import Frontier, Position
 from icestream.sources.postgres.backfill import Round
 from icestream.sources.postgres.connection import lsn_text
+from icestream.sources.postgres.segments import Segment
 from icestream.sources.postgres.tables import PgTable
-from icestream.sources.postgres.wal import Segment, Witness
+from icestream.sources.postgres.witness import Witness
 
 # States of a table's copy, the second part of its position; the first counts the copies.
 EMPTYING, COPYING, DONE = 0, 1, 2

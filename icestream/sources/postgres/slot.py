@@ -16,7 +16,7 @@ from icestream.sources.postgres.connection import (
     quoted,
     text_literal,
 )
-from icestream.sources.postgres.wal import COPY_ANEW
+from icestream.sources.postgres.witness import COPY_ANEW
 
 log = logging.getLogger(__name__)
 

@@ -22,16 +22,11 @@ from icestream.sources.postgres.connection import Connection, Inbox
 from icestream.sources.postgres.positions import position_after, with_witness, witness_of
 from icestream.sources.postgres.relation_messages import TextNeeded, all_in_binary, described
 from icestream.sources.postgres.run import Run
+from icestream.sources.postgres.segments import Segment, epochs
 from icestream.sources.postgres.slot import Slot
 from icestream.sources.postgres.spool import Spool, SpoolUnreadable
-from icestream.sources.postgres.wal import (
-    SILENCE_SECONDS,
-    Segment,
-    Start,
-    WalReader,
-    Witness,
-    epochs,
-)
+from icestream.sources.postgres.wal import WalReader
+from icestream.sources.postgres.witness import SILENCE_SECONDS, StreamStart, Witness
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +81,7 @@ class ChangeStream:
         if witness is None and len(position) > 1:
             log.warning("the publication is another one: PostgreSQL's history is not checked")
         silence = max(SILENCE_SECONDS, 2 * slot.sender_seconds if slot else 0)
-        begin = Start(lsn=start, witness=witness, adopts=adopts, silence_seconds=silence)
+        begin = StreamStart(lsn=start, witness=witness, adopts=adopts, silence_seconds=silence)
         self._run.server.slot.require_history(slot, start, begin.begin)
         self._opened(slot)
         self.target = max(self.target, self._run.server.mark())

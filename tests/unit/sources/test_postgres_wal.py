@@ -29,12 +29,14 @@ from icestream.sources.postgres.connection import Connection, Inbox, parse_dsn
 from icestream.sources.postgres.copies import Copies
 from icestream.sources.postgres.decode import PgType
 from icestream.sources.postgres.run import Run
+from icestream.sources.postgres.segments import epochs
 from icestream.sources.postgres.server import Server
 from icestream.sources.postgres.slot import ReplicationSlot, Slot
 from icestream.sources.postgres.spool import SpoolUnreadable
 from icestream.sources.postgres.stream import ChangeStream
 from icestream.sources.postgres.tables import PgTable
-from icestream.sources.postgres.wal import Start, WalReader, Witness, epochs
+from icestream.sources.postgres.wal import WalReader
+from icestream.sources.postgres.witness import StreamStart, Witness
 from tests.servers import wait_until
 
 LAST = Witness(at=1000, xid=7, time=5_000_000)
@@ -93,7 +95,7 @@ def reader(
         lambda: (wire, Inbox(wire.client)),  # type: ignore[arg-type, return-value]
         describe,
         folder,
-        Start(lsn=START, witness=witness, silence_seconds=silence_seconds),
+        StreamStart(lsn=START, witness=witness, silence_seconds=silence_seconds),
         budget,
     )
 
@@ -279,7 +281,7 @@ def adopting(wire: Wire, folder: Path) -> WalReader:
         lambda: (wire, Inbox(wire.client)),  # type: ignore[arg-type, return-value]
         lambda message: Relation(oid=1, table="t", columns=[], key=()),
         folder,
-        Start(lsn=START, adopts=True),
+        StreamStart(lsn=START, adopts=True),
         SMALL,
     )
 
