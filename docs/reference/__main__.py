@@ -13,7 +13,7 @@ from icestream.config import PipelineConfig, SparkOptions
 from icestream.connectors import SINKS, SOURCES, Register
 from icestream.options import parts
 from icestream.pipeline import Cadence
-from icestream.sources.postgres.decode import TYPE_RULES
+from icestream.sources.postgres.values.kinds import TYPE_RULES
 
 FOLDER = Path(__file__).parent
 

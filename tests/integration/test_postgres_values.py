@@ -41,19 +41,17 @@ from icestream.errors import SchemaRejected, SourceUnavailable
 from icestream.samples import postgres
 from icestream.samples.postgres import EmbeddedPostgres
 from icestream.schema import arrow_schema
-from icestream.sources.postgres.decode import (
+from icestream.sources.postgres.values.decode import decode
+from icestream.sources.postgres.values.kinds import (
     TYPES_QUERY,
-    Form,
     PgType,
-    Tuples,
     copy_expression,
-    copy_tuples,
-    decode,
     iceberg_type,
     in_binary,
     kinds_by_oid,
-    tuples_at,
 )
+from icestream.sources.postgres.values.places import Form
+from icestream.sources.postgres.values.tuples import Tuples, copy_tuples, tuples_at
 from tests.servers import wait_until
 
 RANDOM_VALUES = 150

@@ -45,7 +45,9 @@ from icestream.sources.postgres.connection import (
     PostgresError,
     quoted,
 )
-from icestream.sources.postgres.decode import Tuples, copy_expression, decode, in_binary
+from icestream.sources.postgres.values.decode import decode
+from icestream.sources.postgres.values.kinds import copy_expression, in_binary
+from icestream.sources.postgres.values.tuples import Tuples
 
 PAGE_BYTES = 8192
 # One worker's part of a round; what it writes is about one file of Iceberg's usual size.

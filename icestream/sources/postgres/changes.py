@@ -30,19 +30,18 @@ from icestream.sources import Need, TableSplit, ValuesNeeded
 from icestream.sources.completion import Completion, plain
 from icestream.sources.named_columns import gone
 from icestream.sources.postgres.connection import Connection, Dsn, quoted, text_literal
-from icestream.sources.postgres.decode import (
+from icestream.sources.postgres.framing import row_tuples
+from icestream.sources.postgres.spool import read_again
+from icestream.sources.postgres.values.decode import decode
+from icestream.sources.postgres.values.kinds import (
     Codec,
     PgType,
-    Tuples,
     copy_expression,
-    decode,
     iceberg_type,
     in_binary,
-    tuples_at,
 )
-from icestream.sources.postgres.framing import row_tuples
-from icestream.sources.postgres.kernels import Form
-from icestream.sources.postgres.spool import read_again
+from icestream.sources.postgres.values.places import Form
+from icestream.sources.postgres.values.tuples import Tuples, tuples_at
 
 COPY_TABLE_ANEW = (
     "Run once without the table in `tables`, then add it again: it is emptied and copied anew. If "

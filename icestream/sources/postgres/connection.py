@@ -31,7 +31,7 @@ from icestream.errors import (
     SourceUnavailable,
     keep_secret,
 )
-from icestream.sources.postgres.decode import Tuples, copy_tuples
+from icestream.sources.postgres.values.tuples import Tuples, copy_tuples
 
 # Values come in the forms that the decoder knows, whatever the server's or the role's settings.
 _SESSION = {

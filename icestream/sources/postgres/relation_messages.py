@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from icestream.errors import SchemaRejected, SourceUnavailable
 from icestream.sources.postgres.changes import Relation, RelationColumn, other_identity
-from icestream.sources.postgres.decode import PgType, in_binary
 from icestream.sources.postgres.run import Run, made_anew
 from icestream.sources.postgres.tables import PgTable, table_name
+from icestream.sources.postgres.values.kinds import PgType, in_binary
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from icestream.errors import ConfigInvalid
 from icestream.sources.postgres.backfill import LAYOUT, Leaf
 from icestream.sources.postgres.changes import RelationColumn
 from icestream.sources.postgres.connection import Connection, Dsn, quoted
-from icestream.sources.postgres.decode import TYPES_QUERY, PgType, kinds_by_oid
+from icestream.sources.postgres.values.kinds import TYPES_QUERY, PgType, kinds_by_oid
 
 log = logging.getLogger(__name__)
 

@@ -30,19 +30,17 @@ from pyiceberg.types import (
 )
 
 from icestream.errors import DataRejected, NeedsOperator, SchemaRejected
-from icestream.sources.postgres.decode import (
+from icestream.sources.postgres.values.decode import decode
+from icestream.sources.postgres.values.kinds import (
     TYPE_RULES,
-    Form,
     PgType,
-    Tuples,
     copy_expression,
-    copy_tuples,
-    decode,
     iceberg_type,
     in_binary,
     kinds_by_oid,
-    tuples_at,
 )
+from icestream.sources.postgres.values.places import Form
+from icestream.sources.postgres.values.tuples import Tuples, copy_tuples, tuples_at
 
 HEADER = b"PGCOPY\n\xff\r\n\0" + bytes(8)
 TRAILER = struct.pack("!h", -1)

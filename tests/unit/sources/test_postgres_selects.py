@@ -11,7 +11,7 @@ from icestream.errors import SchemaRejected
 from icestream.schema import Column, Reads, TableShape, new_schema
 from icestream.sources import ValuesNeeded
 from icestream.sources.postgres.changes import Relation, RelationColumn, SpoolPart, WalSplit
-from icestream.sources.postgres.decode import Codec, PgType
+from icestream.sources.postgres.values.kinds import Codec, PgType
 
 SCHEMA = new_schema(
     TableShape(

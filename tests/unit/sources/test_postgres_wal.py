@@ -27,7 +27,6 @@ from icestream.sources.postgres import PostgresOptions, PostgresSource, connecti
 from icestream.sources.postgres.changes import Relation, RelationColumn, WalSplit
 from icestream.sources.postgres.connection import Connection, Inbox, parse_dsn
 from icestream.sources.postgres.copies import Copies
-from icestream.sources.postgres.decode import PgType
 from icestream.sources.postgres.run import Run
 from icestream.sources.postgres.segments import epochs
 from icestream.sources.postgres.server import Server
@@ -35,6 +34,7 @@ from icestream.sources.postgres.slot import ReplicationSlot, Slot
 from icestream.sources.postgres.spool import SpoolUnreadable
 from icestream.sources.postgres.stream import ChangeStream
 from icestream.sources.postgres.tables import PgTable
+from icestream.sources.postgres.values.kinds import PgType
 from icestream.sources.postgres.wal import WalReader
 from icestream.sources.postgres.witness import StreamStart, Witness
 from tests.servers import wait_until

@@ -1,21 +1,11 @@
-"""Values of PostgreSQL as Arrow columns, from either form in which the server sends them.
-
-`copy_tuples` walks the answer to COPY ... (FORMAT binary), `tuples_at` the tuples of pgoutput
-messages. Both only note where each value lies; `decode` then makes one column at a time. What
-has an Iceberg type becomes it exactly, everything else a string in PostgreSQL's own text form:
-`TYPE_RULES` is the whole list.
+"""One column of tuples at a time, as the Arrow column of its table.
 
 Promise: a value comes out as it is or is refused, `SchemaRejected` when the column's type cannot
-hold it, `DataRejected` when its bytes are not what they claim to be. No read leaves the buffer,
-whatever is in it. The buffer must not change while tuples point into it.
-
-The text form is that of a session with DateStyle ISO, IntervalStyle postgres, TimeZone UTC,
-bytea_output hex, extra_float_digits 1 or more, and client_encoding UTF8.
+hold it, `DataRejected` when its bytes are not what they claim to be.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from typing import Any, NoReturn
 
 import numpy as np
@@ -46,147 +36,50 @@ from pyiceberg.types import (
 from icestream.errors import DataRejected, SchemaRejected
 from icestream.kernels import WORD_BYTES, Bytes
 from icestream.schema import cast_text
-from icestream.sources.postgres.kernels import (
-    DAY_MICROS,
-    DAYS_MAX,
-    DAYS_MIN,
-    DECIMAL_DIGITS_MAX,
+from icestream.sources.postgres.values.array_kernels import (
+    count_elements,
+    count_written,
+    find_elements,
+    unescape_elements,
+)
+from icestream.sources.postgres.values.kinds import Codec, PgType, in_binary
+from icestream.sources.postgres.values.numeric_kernels import (
     DECIMAL_LIMITS,
-    EPOCH_DAYS,
-    UUID_BYTES,
+    parse_numerics,
+    read_numerics,
+    show_numerics,
+    size_numerics,
+)
+from icestream.sources.postgres.values.places import (
     Form,
     Lengths,
     Places,
     Positions,
+    new_places,
+    readable,
+)
+from icestream.sources.postgres.values.scalar_kernels import (
+    UUID_BYTES,
     copy_values,
-    count_elements,
-    count_messages,
-    count_written,
-    find_elements,
-    parse_dates,
     parse_hex,
     parse_integers,
-    parse_numerics,
-    parse_times,
-    parse_timestamps,
     parse_uuids,
     read_bools,
     read_fixed,
-    read_numerics,
     read_uuids,
-    shift_timestamps,
-    show_numerics,
-    size_numerics,
-    unescape_elements,
-    walk_copy,
-    walk_tuples,
 )
+from icestream.sources.postgres.values.time_kernels import (
+    DAY_MICROS,
+    DAYS_MAX,
+    DAYS_MIN,
+    EPOCH_DAYS,
+    parse_dates,
+    parse_times,
+    parse_timestamps,
+    shift_timestamps,
+)
+from icestream.sources.postgres.values.tuples import Tuples
 
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Tuples:
-    """Rows as places in one buffer: per column and row where the value is and in which form.
-
-    Made by `copy_tuples` and `tuples_at`, which have checked that no place leads out of it.
-    """
-
-    content: Bytes
-    starts: Positions
-    lengths: Lengths
-    forms: Bytes
-
-    def __len__(self) -> int:
-        return int(self.starts.shape[1])
-
-    def take(self, indices: npt.NDArray[Any]) -> "Tuples":
-        """The rows at these indices, in this order."""
-        return Tuples(
-            content=self.content,
-            starts=np.take(self.starts, indices, axis=1),
-            lengths=np.take(self.lengths, indices, axis=1),
-            forms=np.take(self.forms, indices, axis=1),
-        )
-
-
-class Codec(StrEnum):
-    """How the values of a scalar type are read; `OTHER` is known by its text form alone."""
-
-    BOOL = "bool"
-    INT2 = "int2"
-    INT4 = "int4"
-    INT8 = "int8"
-    OID = "oid"
-    FLOAT4 = "float4"
-    FLOAT8 = "float8"
-    NUMERIC = "numeric"
-    TEXT = "text"
-    JSONB = "jsonb"
-    UUID = "uuid"
-    DATE = "date"
-    TIME = "time"
-    TIMESTAMP = "timestamp"
-    TIMESTAMPTZ = "timestamptz"
-    BYTEA = "bytea"
-    OTHER = "other"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PgType:
-    """A type of a PostgreSQL database; a domain is what it is made of, under its own name.
-
-    `typmod` is the one that a domain declares, `element` and `delimiter` are those of an array,
-    `output` is the function that makes the text form, ready to be called in SQL.
-    """
-
-    oid: int
-    name: str
-    kind: str = "base"
-    codec: Codec = Codec.OTHER
-    typmod: int = -1
-    element: "PgType | None" = None
-    delimiter: str = ","
-    output: str = ""
-
-
-# The oids of built-in types are the same in every server.
-_CODECS: Mapping[int, Codec] = {
-    16: Codec.BOOL,
-    17: Codec.BYTEA,
-    19: Codec.TEXT,  # name
-    20: Codec.INT8,
-    21: Codec.INT2,
-    23: Codec.INT4,
-    25: Codec.TEXT,
-    26: Codec.OID,
-    28: Codec.OID,  # xid
-    114: Codec.TEXT,  # json
-    700: Codec.FLOAT4,
-    701: Codec.FLOAT8,
-    1042: Codec.TEXT,  # bpchar
-    1043: Codec.TEXT,  # varchar
-    1082: Codec.DATE,
-    1083: Codec.TIME,
-    1114: Codec.TIMESTAMP,
-    1184: Codec.TIMESTAMPTZ,
-    1700: Codec.NUMERIC,
-    2950: Codec.UUID,
-    3802: Codec.JSONB,
-}
-_NATURAL: Mapping[Codec, IcebergType] = {
-    Codec.BOOL: BooleanType(),
-    Codec.INT2: IntegerType(),
-    Codec.INT4: IntegerType(),
-    Codec.INT8: LongType(),
-    Codec.OID: LongType(),
-    Codec.FLOAT4: FloatType(),
-    Codec.FLOAT8: DoubleType(),
-    Codec.UUID: UUIDType(),
-    Codec.DATE: DateType(),
-    Codec.TIME: TimeType(),
-    Codec.TIMESTAMP: TimestampType(),
-    Codec.TIMESTAMPTZ: TimestamptzType(),
-    Codec.BYTEA: BinaryType(),
-}
 _WHOLE = (IntegerType, LongType, FloatType, DoubleType, DecimalType)
 # What a codec's values may become besides a string. Text is cast to any type, or refused.
 _FITTING: Mapping[Codec, tuple[type[IcebergType], ...]] = {
@@ -208,204 +101,6 @@ _FITTING: Mapping[Codec, tuple[type[IcebergType], ...]] = {
 _TEXTUAL = (Codec.TEXT, Codec.JSONB, Codec.OTHER)
 _INTEGER_BYTES = {Codec.INT2: 2, Codec.INT4: 4, Codec.OID: 4, Codec.INT8: 8}
 _FLOATS = {Codec.FLOAT4: (4, np.float32), Codec.FLOAT8: (8, np.float64)}
-
-TYPE_RULES: Sequence[tuple[str, str, str]] = (
-    ("boolean", "boolean", ""),
-    ("smallint, integer", "int", ""),
-    ("bigint", "long", ""),
-    ("oid, xid", "long", ""),
-    ("real", "float", ""),
-    ("double precision", "double", ""),
-    (
-        "numeric(p,s) with p <= 38 and 0 <= s <= p",
-        "decimal(p,s)",
-        "NaN is refused: declare the column as string if it can occur.",
-    ),
-    (
-        "any other numeric",
-        "string",
-        "All digits as PostgreSQL prints them; also NaN, Infinity and -Infinity.",
-    ),
-    ("text, varchar, char, name, citext", "string", "char keeps its padding."),
-    ("json, jsonb", "string", ""),
-    ("enum", "string", "The label."),
-    ("uuid", "uuid", ""),
-    ("bytea", "binary", ""),
-    (
-        "date",
-        "date",
-        "infinity and -infinity become the greatest and the least date; years before 1 stay.",
-    ),
-    ("time", "time", "24:00:00 is refused: declare the column as string if it can occur."),
-    (
-        "timestamp",
-        "timestamp",
-        "infinity and -infinity become the greatest and the least timestamp; finite ones after "
-        "the year 294246 are refused.",
-    ),
-    ("timestamptz", "timestamptz", "As timestamp."),
-    (
-        "array",
-        "list of its element's type",
-        "Values of several dimensions are refused: declare the column as string. Lower bounds "
-        "other than 1 are not kept.",
-    ),
-    ("domain", "that of its underlying type", "Also a domain over a domain or an array."),
-    (
-        "timetz, interval, inet, cidr, macaddr, money, bit, varbit, xml, ranges, multiranges, "
-        "geometry, tsvector, tsquery, pg_lsn, hstore, composite and every other type",
-        "string",
-        "PostgreSQL's own text form.",
-    ),
-)
-
-TYPES_QUERY = """
-select t.oid::int8, t.typname::text, t.typtype::text, t.typbasetype::int8, t.typtypmod,
-       coalesce(e.oid, 0)::int8, coalesce(e.typdelim, ',')::text,
-       pg_catalog.quote_ident(n.nspname) || '.' || pg_catalog.quote_ident(p.proname)
-from pg_catalog.pg_type t
-join pg_catalog.pg_proc p on p.oid = t.typoutput
-join pg_catalog.pg_namespace n on n.oid = p.pronamespace
-left join pg_catalog.pg_type e on e.typarray = t.oid
-"""
-_KINDS = {"e": "enum", "c": "composite", "r": "range", "m": "multirange", "p": "pseudo"}
-
-
-def kinds_by_oid(rows: Sequence[Sequence[Any]]) -> dict[int, PgType]:
-    """The types of a database by oid, from the rows of `TYPES_QUERY`."""
-    listed = {int(row[0]): row for row in rows}
-    built: dict[int, PgType] = {}
-
-    def resolve(oid: int) -> PgType:
-        if oid not in built:
-            built[oid] = build(oid)
-        return built[oid]
-
-    def build(oid: int) -> PgType:
-        _, name, letter, underlying, typmod, element, delimiter, output = listed[oid]
-        if letter == "d":
-            below = resolve(int(underlying))
-            chosen = below.typmod if typmod == -1 else typmod
-            return replace(below, oid=oid, name=name, typmod=chosen)
-        kind = "array" if element else _KINDS.get(letter, "base")
-        citext = kind == "base" and name == "citext"
-        textual = Codec.TEXT if kind == "enum" or citext else Codec.OTHER
-        return PgType(
-            oid=oid,
-            name=name,
-            kind=kind,
-            codec=_CODECS.get(oid, textual),
-            element=resolve(int(element)) if element else None,
-            delimiter=delimiter,
-            output=output,
-        )
-
-    return {oid: resolve(oid) for oid in listed}
-
-
-# The name under which it was asked for.
-
-
-def iceberg_type(kind: PgType, typmod: int, ids: Iterator[int]) -> IcebergType:
-    """The Iceberg type of a column, by `TYPE_RULES`; `ids` gives those of list elements."""
-    chosen = kind.typmod if typmod == -1 else typmod
-    if kind.element is not None:
-        element_id = next(ids)
-        element = iceberg_type(kind.element, chosen, ids)
-        return ListType(element_id=element_id, element_type=element, element_required=False)
-    if kind.codec == Codec.NUMERIC and chosen != -1:
-        precision = (chosen - 4) >> 16 & 0xFFFF
-        # Eleven bits with a sign: since PostgreSQL 15 a scale can be negative.
-        scale = ((chosen - 4 & 0x7FF) ^ 0x400) - 0x400
-        if precision <= DECIMAL_DIGITS_MAX and 0 <= scale <= precision:
-            return DecimalType(precision, scale)
-    return _NATURAL.get(kind.codec, StringType())
-
-
-def in_binary(kind: PgType, to: IcebergType) -> bool:
-    """Whether `decode` reads the type's binary form into this type.
-
-    What only PostgreSQL can write as a string is asked for as text.
-    """
-    if kind.element is not None:
-        return isinstance(to, ListType) and in_binary(kind.element, to.element_type)
-    if isinstance(to, StringType):
-        return kind.codec in (Codec.TEXT, Codec.JSONB, Codec.NUMERIC)
-    return kind.codec != Codec.OTHER
-
-
-def copy_expression(column: str, kind: PgType, to: IcebergType) -> str:
-    """What to select in COPY ... (FORMAT binary) so that `decode` can read the column.
-
-    The text form comes from the type's output function, as replication sends it: a cast to text
-    writes some types in another way (inet with its mask, char without its padding).
-    """
-    quoted = '"' + column.replace('"', '""') + '"'
-    return quoted if in_binary(kind, to) else f"pg_catalog.textin({kind.output}({quoted}))"
-
-
-def copy_tuples(raw: Bytes, columns: int, texts: Collection[int] = ()) -> tuple[Tuples, int]:
-    """The rows of the whole CopyData messages at the front, and how many bytes they take.
-
-    Ends before the first message that is incomplete or another one. `texts` are the numbers of
-    the columns that `copy_expression` selected by their text form.
-    """
-    content = _readable(raw)
-    messages, end = count_messages(content)
-    if messages < 0:
-        raise _damaged_copy()
-    places = _new_places(columns, messages)
-    form_of = np.full(columns, Form.BINARY, dtype=np.uint8)
-    form_of[list(texts)] = Form.TEXT
-    rows = walk_copy(content, end, form_of, places)
-    if rows < 0:
-        raise _damaged_copy()
-    starts, lengths, forms = places
-    found = Tuples(
-        content=content,
-        starts=starts[:, :rows],
-        lengths=lengths[:, :rows],
-        forms=forms[:, :rows],
-    )
-    return found, int(end)
-
-
-def tuples_at(content: Bytes, places: Positions, columns: int) -> Tuples:
-    """The pgoutput tuples at these places, all of them null where the place is -1.
-
-    A tuple with fewer columns leaves the rest null.
-    """
-    readable = _readable(content)
-    starts, lengths, forms = found = _new_places(columns, len(places))
-    wanted = np.ascontiguousarray(places, dtype=np.int64)
-    if not walk_tuples(readable, wanted, found):
-        raise DataRejected(
-            "a replication message does not hold the tuple that it should",
-            detail=f"It is one of {len(places)} messages with {columns} columns.",
-        )
-    return Tuples(content=readable, starts=starts, lengths=lengths, forms=forms)
-
-
-def _readable(content: Bytes) -> Bytes:
-    # Numba compiles once more for writable arrays, so all buffers look read-only to it.
-    view = np.ascontiguousarray(content).view()
-    view.flags.writeable = False
-    return view
-
-
-def _new_places(columns: int, rows: int) -> Places:
-    return (
-        np.empty((columns, rows), dtype=np.int64),
-        np.empty((columns, rows), dtype=np.int32),
-        np.empty((columns, rows), dtype=np.uint8),
-    )
-
-
-def _damaged_copy() -> DataRejected:
-    return DataRejected(
-        "the answer to COPY is not in binary format",
-        detail="A message does not hold exactly one row with the columns that were asked for.",
-    )
 
 
 def decode(
@@ -611,7 +306,7 @@ def _lists(cells: _Cells, kind: PgType, target: _Target, form: Form) -> pa.Array
     target.judge(cells, kind, faults)
     offsets = np.zeros(len(cells) + 1, dtype=np.int64)
     np.cumsum(counts, out=offsets[1:])
-    places = _new_places(1, int(offsets[-1]))
+    places = new_places(1, int(offsets[-1]))
     found = (places[0][0], places[1][0], places[2][0])
     if form == Form.BINARY:
         content = cells.content
@@ -620,7 +315,7 @@ def _lists(cells: _Cells, kind: PgType, target: _Target, form: Form) -> pa.Array
     else:
         unescaped = np.empty(cells.bytes_of(form) + WORD_BYTES, dtype=np.uint8)
         unescape_elements(cells.content, cells.places, (form, delimiter), found, unescaped)
-        content = _readable(unescaped)
+        content = readable(unescaped)
     starts, lengths, forms = found
     elements = _Cells(content=content, starts=starts, lengths=lengths, forms=forms)
     arrow_type = target.arrow_type
