@@ -132,8 +132,8 @@ class KafkaOptions(SourceOptions):
         pipeline, budget = opening.pipeline, opening.budget
         reading = self._reading(opening)
         source = KafkaSource(self, pipeline, reading, budget, opening.parallelism)
-        source.table_names = opening.destination.names
-        source.letter_box = opening.letter_box
+        source.run.table_names = opening.destination.names
+        source.run.letter_box = opening.letter_box
         return source
 
     def _reading(self, opening: Opening) -> Any:

@@ -4,11 +4,16 @@ A name holds the topic's id, so that a topic that was deleted and created anew, 
 from zero again, is never taken for the old one.
 """
 
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 
 from icestream.errors import HistoryLost
+from icestream.frontier import Frontier, Position
 from icestream.sources.kafka.client import Topic
 from icestream.sources.kafka.consumer import Range
+
+Partition = tuple[str, int]
+"""A topic's name and the number of a partition of it."""
 
 
 def partition_name(topic: Topic, number: int) -> str:
@@ -70,3 +75,38 @@ def balanced(
 
 def _rows(ranges: Sequence[Range]) -> int:
     return sum(each.end - each.start for each in ranges)
+
+
+def of_partitions(frontier: Frontier) -> dict[str, Position]:
+    """The positions of partitions; no topic has a name like those of the others."""
+    return {n: at for n, at in frontier.positions.items() if not n.startswith("/")}
+
+
+def in_words(frontier: Frontier) -> str:
+    """Offsets by topic and partition."""
+    named = sorted(
+        (*partition_parts(name)[:2], at) for name, at in of_partitions(frontier).items() if at
+    )
+    return ", ".join(f"{topic}/{number}@{at[0]}" for topic, number, at in named)
+
+
+def read_ends(frontier: Frontier) -> dict[Partition, int]:
+    """How far each partition was read, whichever topic of the name it belonged to."""
+    ends: dict[Partition, int] = {}
+    for name, at in of_partitions(frontier).items():
+        if at:
+            topic, number, _ = partition_parts(name)
+            ends[topic, number] = max(at[0], ends.get((topic, number), 0))
+    return ends
+
+
+def recreated_partitions(frontier: Frontier) -> set[Partition]:
+    """Partitions of which a frontier knows an older topic of the same name as well."""
+    known = Counter(partition_parts(name)[:2] for name, at in of_partitions(frontier).items() if at)
+    return {partition for partition, topics in known.items() if topics > 1}
+
+
+def at_offsets(lower: Frontier, offsets: Mapping[str, int], first: Mapping[str, int]) -> Frontier:
+    """The frontier at these offsets; partitions that are not among them stay where they are."""
+    ahead = {name: (offset, first[name]) for name, offset in offsets.items()}
+    return Frontier({**lower.positions, **ahead})

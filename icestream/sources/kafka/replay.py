@@ -34,9 +34,9 @@ from icestream.frontier import Frontier, Position
 from icestream.sources import LettersTried, Targets, ValuesNeeded, joined_needs
 from icestream.sources.kafka.changes import replacing
 from icestream.sources.kafka.consumer import Range, read_range
+from icestream.sources.kafka.partitions import Partition
 from icestream.sources.kafka.split import (
     BATCH_BYTES,
-    Partition,
     Reading,
     TableChanges,
     running_maximum,

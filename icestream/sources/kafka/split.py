@@ -28,14 +28,13 @@ from icestream.sources import Need, SplitsLost, TablesUnready, Targets, ValuesNe
 from icestream.sources.kafka.changes import TableRows, not_stored, ordered, replacing, shape_of
 from icestream.sources.kafka.consumer import Range, read_range
 from icestream.sources.kafka.held_back import Held, HeldBack, Opened
+from icestream.sources.kafka.partitions import Partition
 from icestream.sources.kafka.route import Route
 from icestream.sources.named_columns import ColumnsSeen, NamedColumns
 
 BATCH_BYTES = 16 * 1024**2
 # Missing tables and columns are looked for in at least this much of a split before it is read anew.
 SAMPLE_BYTES = 24 * 1024**2
-
-Partition = tuple[str, int]
 
 
 class RangesTooLarge(SplitsLost):

@@ -9,10 +9,11 @@ from icestream.errors import HistoryLost
 from icestream.formats.envelope import ValueOptions
 from icestream.frontier import START, Frontier
 from icestream.sources import CatchUp, kafka
-from icestream.sources.kafka import KafkaSource
+from icestream.sources.kafka import KafkaSource, boundaries
 from icestream.sources.kafka.client import Topic
 from icestream.sources.kafka.consumer import PartitionStalled
 from icestream.sources.kafka.growth import GRACE_MS, end_of_unknown, span_of
+from icestream.sources.kafka.run import Run
 from icestream.sources.kafka.split import RangesTooLarge
 from tests.asking import remembered
 from tests.unit.sources.test_kafka_source import FakeCluster, FakeLetters, epoch, ranges, source
@@ -54,8 +55,8 @@ def clock(monkeypatch):
     """The time in milliseconds, as a list of one number."""
     now = [NOW]
     # Ten minutes are waited for in no test.
-    monkeypatch.setattr(kafka, "_milliseconds", lambda: now[0])
-    monkeypatch.setattr(kafka, "SETTLE_SECONDS", 0)
+    monkeypatch.setattr(Run, "now_ms", lambda _: now[0])
+    monkeypatch.setattr(boundaries, "SETTLE_SECONDS", 0)
     return now
 
 
@@ -69,7 +70,7 @@ def cluster(monkeypatch):
 
 def upserting(**options) -> KafkaSource:
     one = source(**options)
-    one._reading = replace(one._reading, value=ValueOptions(envelope="upsert"))
+    one.run.reading = replace(one.run.reading, value=ValueOptions(envelope="upsert"))
     return one
 
 
@@ -173,8 +174,8 @@ def grown(cluster: TimedCluster, clock: list[int]) -> tuple[Frontier, int]:
 def tried(cluster: TimedCluster, lower: Frontier, *letters: tuple[int, int], as_is: bool = False):
     """Which letters (partition, offset) are tried in which splits, with which parts of the log."""
     one = upserting()
-    one.letter_box = FakeLetters(t__dead_letters=[f"t/{n}/{offset}" for n, offset in letters])
-    one.letter_box.times = {f"t/{n}/{at}": cluster.log[TOPIC, n][at] for n, at in letters}
+    one.run.letter_box = FakeLetters(t__dead_letters=[f"t/{n}/{offset}" for n, offset in letters])
+    one.run.letter_box.times = {f"t/{n}/{at}": cluster.log[TOPIC, n][at] for n, at in letters}
     one.resume(remembered("t", "t__dead_letters"))
     (group,) = one.letters(lower, None, as_is)
     return [
@@ -225,7 +226,7 @@ def test_letters_without_a_time_are_held_against_all_that_was_read(cluster, cloc
     """E10, Mend b9: nothing tells that they are from after the growth."""
     lower, _ = grown(cluster, clock)
     one = upserting()
-    one.letter_box = FakeLetters(t__dead_letters=["t/0/3"])
+    one.run.letter_box = FakeLetters(t__dead_letters=["t/0/3"])
     one.resume(remembered("t", "t__dead_letters"))
     (group,) = one.letters(lower, None, as_is=False)
     (split,) = one.plan(epoch(lower, group.after(lower))).parts

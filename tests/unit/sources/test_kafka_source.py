@@ -9,13 +9,16 @@ from icestream.epoch import Epoch
 from icestream.errors import ConfigInvalid, DataRejected, HistoryLost, SourceUnavailable
 from icestream.formats.envelope import ValueOptions
 from icestream.frontier import START, Frontier
+from icestream.iceberg.progress import VALID_THROUGH
 from icestream.names import TableNames
 from icestream.schema import TableShape
 from icestream.sources import Budget, CatchUp, Finish, kafka
-from icestream.sources.kafka import VALID_THROUGH, KafkaOptions, KafkaSource
+from icestream.sources.kafka import KafkaOptions, KafkaSource, topics
+from icestream.sources.kafka.boundaries import EPOCHS_AHEAD
 from icestream.sources.kafka.client import Topic
 from icestream.sources.kafka.consumer import PartitionStalled, Range
 from icestream.sources.kafka.route import Route
+from icestream.sources.kafka.run import Run
 from icestream.sources.kafka.split import Keys, RangeRead, RangesTooLarge, Reading
 from tests.asking import EPOCH, remembered
 
@@ -171,10 +174,10 @@ def test_a_full_epoch_is_a_backlog(cluster, rows, size):
 
 def test_what_an_answer_leaves_out_is_a_backlog(cluster):
     """E9, Mend c10: no more epochs are named at once than some; the others do not wait."""
-    cluster.ends = {("t", 0): (0, kafka.EPOCHS_AHEAD + 1)}
+    cluster.ends = {("t", 0): (0, EPOCHS_AHEAD + 1)}
     one = source(rows=1)
     uppers = one.available(START)
-    assert len(uppers) == kafka.EPOCHS_AHEAD
+    assert len(uppers) == EPOCHS_AHEAD
     assert one.backlog(uppers[-1])
     (last,) = one.available(uppers[-1])
     assert not one.backlog(last)
@@ -296,7 +299,7 @@ def test_deletes_that_a_compacted_topic_may_have_forgotten_are_said(
     """E7, Mend b11: once, and only of what goes on from an earlier run."""
     cluster.deletes_kept = 10_000
     # The age of records is told by the clock.
-    monkeypatch.setattr(kafka, "_milliseconds", lambda: 20_000)
+    monkeypatch.setattr(Run, "now_ms", lambda _: 20_000)
     late = RangeRead(
         range=Range(topic="t", partition=0, start=5, end=9),
         rows=4,
@@ -335,9 +338,9 @@ def test_a_partition_that_gives_nothing_is_left_out(cluster, monkeypatch):
     assert offsets(upper) == {"0": 10}
     one.was_read(EPOCH, [[read(0, 10, 5)]])
     assert one.was_read(epoch(START, upper), []) == {}
-    clock = kafka.time.monotonic() + 31
+    clock = topics.time.monotonic() + 31
     # Half a minute is waited for in no test.
-    monkeypatch.setattr(kafka.time, "monotonic", lambda: clock)
+    monkeypatch.setattr(topics.time, "monotonic", lambda: clock)
     (later,) = one.available(upper)
     assert offsets(later) == {"0": 10, "1": 10}
     assert one.standing(START).trouble is None
@@ -413,7 +416,7 @@ def test_bad_options_are_refused(options, text):
 
 def with_letters(cluster, *positions: str, **options) -> KafkaSource:
     one = source(**options)
-    one.letter_box = FakeLetters(t__dead_letters=list(positions))
+    one.run.letter_box = FakeLetters(t__dead_letters=list(positions))
     one.resume(remembered("t", "t__dead_letters"))
     return one
 
@@ -486,7 +489,7 @@ def test_letters_whose_snapshot_is_gone_stop_only_the_tables_that_need_them(clus
     def gone(table, snapshot_id):
         raise HistoryLost("expired")
 
-    one.letter_box.positions = gone
+    one.run.letter_box.positions = gone
     (split,) = one.plan(epoch(upper, group.after(upper))).parts
     assert "expired" in str(split.problem)
     assert split.tables == {"t", "t__dead_letters"}
@@ -511,7 +514,7 @@ def test_topics_that_cannot_be_tables_of_their_own_are_refused_as_soon_as_they_a
     cluster.ids = {"eu.t": "one"}
     cluster.ends = {("eu.t", 0): (0, 10)}
     reader = source()
-    reader.table_names = TableNames()
+    reader.run.table_names = TableNames()
     assert reader.available(START)
     for other, message in [
         ("us.t", "two source tables go into one"),
@@ -524,7 +527,7 @@ def test_topics_that_cannot_be_tables_of_their_own_are_refused_as_soon_as_they_a
             reader.available(START)
     cluster.ids = {"eu.t": "one", "us.t": "two"}
     cluster.ends = {("eu.t", 0): (0, 10), ("us.t", 0): (0, 0)}
-    reader.table_names = TableNames(given={"us.t": "us_t"})
+    reader.run.table_names = TableNames(given={"us.t": "us_t"})
     assert reader.available(START)
 
 
