@@ -22,7 +22,13 @@ import pyarrow as pa
 from icestream.errors import HistoryLost
 from icestream.formats.rows import Records
 from icestream.sources import Budget
-from icestream.sources.cockroachdb import CockroachdbOptions, TopicsOptions, index, topics
+from icestream.sources.cockroachdb import (
+    CockroachdbOptions,
+    TopicsOptions,
+    index,
+    topic_split,
+    topics,
+)
 from icestream.sources.cockroachdb.topics import CockroachdbTopics
 from icestream.sources.kafka.client import Topic
 from icestream.sources.kafka.consumer import Range
@@ -308,7 +314,7 @@ class MemoryTopics:
         with (
             # A broker takes seconds to start; real ones are asked in the integration tests.
             patch.object(topics, "Cluster", lambda settings: self),
-            patch.object(topics, "read_range", self.read_range),
+            patch.object(topic_split, "read_range", self.read_range),
             patch.object(index, "read_range", self.read_range),
         ):
             yield

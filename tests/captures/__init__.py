@@ -15,7 +15,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from icestream.frontier import Position
-from icestream.sources.cockroachdb.files import MARKER_SUFFIX
+from icestream.sources.cockroachdb.folder import MARKER_SUFFIX
 from icestream.sources.cockroachdb.hlc import file_time, parse_hlc
 
 _SESSION = "56087568dba1e6b8"

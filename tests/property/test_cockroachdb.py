@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from icestream.sources.cockroachdb.files import FeedFile
+from icestream.sources.cockroachdb.feed_file import FeedFile
 from icestream.sources.cockroachdb.hlc import (
     after,
     file_time,

@@ -37,14 +37,11 @@ from icestream.formats.json_cells import lines, members
 from icestream.formats.json_columns import infer_type
 from icestream.frontier import START, Frontier
 from icestream.schema import Reads, SchemaGap
-from icestream.sources.cockroachdb import CockroachdbOptions
-from icestream.sources.cockroachdb import files as feed_files
-from icestream.sources.cockroachdb.files import (
-    CockroachdbFiles,
-    FeedFile,
-    FileSplit,
-    IndexTask,
-)
+from icestream.sources.cockroachdb import CockroachdbOptions, file_index, file_split, folder
+from icestream.sources.cockroachdb.feed_file import FeedFile
+from icestream.sources.cockroachdb.file_index import IndexTask
+from icestream.sources.cockroachdb.file_split import FileSplit
+from icestream.sources.cockroachdb.files import CockroachdbFiles
 from icestream.sources.cockroachdb.hlc import (
     after,
     file_time,
@@ -542,8 +539,9 @@ def bucket(monkeypatch) -> Bucket:
     """A bucket that every part of the source reads from."""
     made = Bucket()
     files = pafs.PyFileSystem(made)
-    # No folder on disk can count listings, or show files late.
-    monkeypatch.setattr(feed_files, "filesystem", lambda location, storage: (files, "feed"))
+    for module in (folder, file_index, file_split):
+        # No folder on disk can count listings, or show files late.
+        monkeypatch.setattr(module, "filesystem", lambda location, storage: (files, "feed"))
     return made
 
 

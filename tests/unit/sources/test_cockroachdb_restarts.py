@@ -17,9 +17,11 @@ from icestream.sinks.iceberg.options import IcebergSinkOptions
 from icestream.sinks.iceberg.publishing import EpochPublisher
 from icestream.sources import EpochPlan
 from icestream.sources.cockroachdb import numbered
-from icestream.sources.cockroachdb.files import CockroachdbFiles, FeedFile
+from icestream.sources.cockroachdb.feed_file import FeedFile
+from icestream.sources.cockroachdb.files import CockroachdbFiles
 from icestream.sources.cockroachdb.hlc import after, parse_file_time
 from icestream.sources.cockroachdb.numbered import FOLDER, Numbered, Numbers, beginning, remembered
+from icestream.sources.cockroachdb.samples import Samples
 from icestream.sources.cockroachdb.taken import without_rows
 from icestream.worker import Outcome
 from tests.asking import EPOCH
@@ -446,20 +448,20 @@ def test_a_table_that_is_written_to_is_not_sampled(tmp_path):
             read(split)
             feed_source.was_read(EPOCH, [split.learned()])
         lower = upper
-    assert feed_source._samples == {}
+    assert feed_source._samples._files == {}
 
 
 def test_a_file_of_deletes_is_sampled_once(tmp_path, monkeypatch):
     """E5, Mend, read F11: a table that only has deletes does not read all of them each time."""
     writer, feed_source = feed(tmp_path), source(tmp_path)
     sampled: list[str] = []
-    inner = CockroachdbFiles._sampled
+    inner = Samples._sampled
 
-    def counted(self: CockroachdbFiles, table: str, file: FeedFile, *rest: Any) -> Any:
+    def counted(self: Samples, table: str, file: FeedFile, *rest: Any) -> Any:
         sampled.append(file.path)
         return inner(self, table, file, *rest)
 
-    monkeypatch.setattr(CockroachdbFiles, "_sampled", counted)  # only counts what is read
+    monkeypatch.setattr(Samples, "_sampled", counted)  # only counts what is read
     lower = START
     for number in range(20):
         seconds = 600 * number
@@ -470,4 +472,4 @@ def test_a_file_of_deletes_is_sampled_once(tmp_path, monkeypatch):
         assert feed_source.shape("t") is None
         lower = upper
     assert len(sampled) == len(set(sampled)) == 20
-    assert len(feed_source._deletes) < 10
+    assert len(feed_source._samples.deletes) < 10
