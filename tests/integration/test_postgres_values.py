@@ -50,7 +50,7 @@ from icestream.sources.postgres.values.kinds import (
     in_binary,
     kinds_by_oid,
 )
-from icestream.sources.postgres.values.places import Form
+from icestream.sources.postgres.values.places import SentAs
 from icestream.sources.postgres.values.tuples import Tuples, copy_tuples, tuples_at
 from tests.servers import wait_until
 
@@ -710,8 +710,8 @@ def test_large_values_that_an_update_leaves_out_are_told_apart_from_null(databas
     content = np.frombuffer(b"".join(messages), dtype=np.uint8)
     places = np.cumsum([0, len(messages[0])]) + 6
     tuples = tuples_at(content, places, 3)
-    assert list(tuples.forms[1]) == [Form.NULL, Form.UNSENT]
-    assert list(tuples.forms[2]) == [Form.TEXT, Form.TEXT]
+    assert list(tuples.forms[1]) == [SentAs.NULL, SentAs.UNSENT]
+    assert list(tuples.forms[2]) == [SentAs.TEXT, SentAs.TEXT]
     kind, _ = database.type_of(table)
     assert decode(tuples, 1, kind, StringType(), pa.large_string(), "v").null_count == 2
 

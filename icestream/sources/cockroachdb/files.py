@@ -14,7 +14,7 @@ fetched may show the marker and hide the file. Files are therefore taken from a 
 began after the marker had been seen.
 
 What the folder must still hold is in `folder`, what its files hold in `file_index`, what tables
-look like in `samples`; workers read a `file_split`.
+look like in `file_shapes`; workers read a `file_split`.
 """
 
 import bisect
@@ -32,11 +32,11 @@ from icestream.sources.cockroachdb import CockroachdbOptions
 from icestream.sources.cockroachdb.feed import Changefeed, packed
 from icestream.sources.cockroachdb.feed_file import FeedFile
 from icestream.sources.cockroachdb.file_index import IndexFiles, IndexTask
+from icestream.sources.cockroachdb.file_shapes import FileShapes
 from icestream.sources.cockroachdb.file_split import FileSplit
 from icestream.sources.cockroachdb.folder import MARKER_SUFFIX, Folder, Listing, named_earliest
 from icestream.sources.cockroachdb.hlc import RESOLVED, after, resolved_of
 from icestream.sources.cockroachdb.numbered import FOLDER, Numbered, beginning, remembered
-from icestream.sources.cockroachdb.samples import Samples
 from icestream.sources.cockroachdb.taken import only_deletes, taken, takes, without_rows
 
 log = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class CockroachdbFiles(Changefeed):
         self._whole: Listing | None = None
         self._resumed = False
         self._folder = Folder(options, self._wanted)
-        self._samples = Samples(self._folder.filesystem, self.declared, self.named_key)
+        self._file_shapes = FileShapes(self._folder.filesystem, self.declared, self.named_key)
 
     def tables(self) -> Sequence[str]:
         """The tables that the folder has files of."""
@@ -88,7 +88,7 @@ class CockroachdbFiles(Changefeed):
 
     def shape(self, table: str) -> TableShape | None:
         """Columns and key from the rows of the table's first epoch; None if it only deletes."""
-        return self._samples.shape(table)
+        return self._file_shapes.shape(table)
 
     def resume(self, remembered: Remembered) -> StartPlan:
         """Tables that lack rows which the folder still has are read from there.
@@ -130,7 +130,7 @@ class CockroachdbFiles(Changefeed):
         if known == START:
             known = beginning(durable)
         else:
-            self._samples.without_rows.add(table)
+            self._file_shapes.without_rows.add(table)
         unsure = self._has_history(table, durable) or self._folder.lost(known, self._everything())
         return known if unsure else None
 
@@ -147,7 +147,7 @@ class CockroachdbFiles(Changefeed):
         self._files, self._markers = files, markers
         # Other threads may learn meanwhile.
         self._spans = {p: span for p, span in list(self._spans.items()) if p in files}
-        self._samples.forget_but(files)
+        self._file_shapes.forget_but(files)
         if files and not markers:
             raise SourceUnavailable(
                 f"there is no resolved timestamp in {self._options.files}",
@@ -179,7 +179,7 @@ class CockroachdbFiles(Changefeed):
                 if last > lower:
                     wanted.setdefault(file.topic, []).append(file)
         for table in wanted:
-            self._samples.keep(table, begun[table])
+            self._file_shapes.keep(table, begun[table])
         return [
             self._split(table, files, lower, upper)
             for table, whole in wanted.items()
@@ -208,7 +208,7 @@ class CockroachdbFiles(Changefeed):
     def _note_spans(self, learned: Mapping[str, tuple[Position, Position]]) -> None:
         self._spans.update(learned)
         for table in {file.topic for path in learned if (file := FeedFile.parse(path, 0))}:
-            self._samples.written(table)
+            self._file_shapes.written(table)
 
     def _lag_seconds(self, durable: Frontier) -> float | None:
         """Time from the durable resolved timestamp to the newest one in the folder."""
@@ -251,12 +251,12 @@ class CockroachdbFiles(Changefeed):
         Mostly up to the bound before: what lies there may be removed by now, and the start asks for
         what came since. But epochs are planned ahead, and a row may wait in one of them.
         """
-        candidates = set(self._samples.without_rows)
+        candidates = set(self._file_shapes.without_rows)
         if not lower[RESOLVED]:
             candidates |= {file.topic for file in self._files.values() if self._wanted(file.topic)}
         first_row: dict[str, Position] = {}
         for path, file in self._files.items():
-            if file.topic in candidates and path not in self._samples.deletes:
+            if file.topic in candidates and path not in self._file_shapes.deletes:
                 first = self._spans[path][0] if path in self._spans else file.at
                 first_row[file.topic] = min(first, first_row.get(file.topic, first))
         seen = {t: at for t in candidates if (at := without_rows(lower, t)[RESOLVED])}
@@ -298,7 +298,7 @@ class CockroachdbFiles(Changefeed):
         for path, first, last, rowless in self._index(unknown) if unknown else ():
             self._spans[path] = (first, last)
             if rowless:
-                self._samples.deletes.add(path)
+                self._file_shapes.deletes.add(path)
 
     def _split(
         self, table: str, files: Sequence[FeedFile], lower: Position, upper: Position

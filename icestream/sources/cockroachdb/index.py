@@ -33,7 +33,7 @@ class Marker(NamedTuple):
     resolved: Position
 
 
-class Run(NamedTuple):
+class RowRun(NamedTuple):
     """Rows in a row: their offsets `[start, end)`, first and last timestamps, and their size."""
 
     start: int
@@ -49,7 +49,7 @@ class Indexed:
 
     range: Range
     markers: Sequence[Marker]
-    runs: Sequence[Run]
+    runs: Sequence[RowRun]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +76,7 @@ class IndexRanges:
 def indexed(where: Range, batches: Iterator[Records]) -> Indexed:
     """The markers and runs in the records of a range."""
     markers: list[Marker] = []
-    runs: list[Run] = []
+    runs: list[RowRun] = []
     for records in batches:
         messages = told_apart(records)
         offsets = records.offsets[messages.markers].tolist()
@@ -94,7 +94,7 @@ def _rising(markers: Sequence[Marker]) -> list[Marker]:
     return rising
 
 
-def _runs(records: Records, messages: Messages) -> list[Run]:
+def _runs(records: Records, messages: Messages) -> list[RowRun]:
     """The rows cut into runs, at every marker and after so many rows."""
     rows = messages.rows
     if len(rows) == 0:
@@ -113,7 +113,7 @@ def _runs(records: Records, messages: Messages) -> list[Run]:
     known = np.logical_and.reduceat(messages.known, starts).tolist()
     walls, logicals = messages.walls, messages.logicals
     runs = map(
-        Run,
+        RowRun,
         offsets[starts].tolist(),
         (offsets[ends] + 1).tolist(),
         zip(walls[firsts].tolist(), logicals[firsts].tolist(), strict=True),
@@ -133,7 +133,7 @@ class PartitionIndex:
         self.start = start
         self.end = start
         self.markers: list[Marker] = []
-        self.runs: list[Run] = []
+        self.runs: list[RowRun] = []
 
     def add(self, found: Indexed) -> None:
         """Take in what was found in the range that comes next."""
@@ -162,7 +162,7 @@ class PartitionIndex:
         later = next((run.start for run in self.runs if run.last > resolved), end)
         return end, min(end, later)
 
-    def runs_within(self, where: Range, lower: Position, upper: Position) -> list[Run] | None:
+    def runs_within(self, where: Range, lower: Position, upper: Position) -> list[RowRun] | None:
         """The runs of a range that may have rows in `[lower, upper)`; None if it is not indexed."""
         if where.start < self.start or where.end > self.end:
             return None

@@ -26,7 +26,7 @@ _BARE = "__crdb__"
 Span = tuple[tuple[int, int], tuple[int, int]]
 
 
-class Origin(Protocol):
+class NamedPlace(Protocol):
     """Where rows come from, as errors name it."""
 
     @property
@@ -67,10 +67,10 @@ class Reader:
         """What was seen of the columns that the table's select names; see `named_columns`."""
         return self._named.seen
 
-    def read_rows(self, origin: Origin, rows: "Rows") -> pa.Table:
+    def read_rows(self, place: NamedPlace, rows: "Rows") -> pa.Table:
         """The rows as changes; raises `SchemaGap` for columns that the table lacks."""
-        at, seq = timestamps(origin, rows)
-        key = self._key_columns(origin, rows)
+        at, seq = timestamps(place, rows)
+        key = self._key_columns(place, rows)
         columns: dict[str, pa.Array] = dict(key)
         unknown = []
         for name, cells in rows.columns.items():
@@ -86,7 +86,7 @@ class Reader:
         present.update({name: np.ones(len(at), dtype=bool) for name in key})
         self._refuse_gone(present, rows.deleted, at, seq)
         if rows.bare:
-            self._refuse_ambiguous(origin, rows)
+            self._refuse_ambiguous(place, rows)
         ops = np.where(rows.deleted, np.int8(Op.DELETE), np.int8(Op.UPSERT))
         table = {OP: pa.array(ops), AT: at, SEQ: seq, **columns}
         if rows.before is not None:
@@ -102,25 +102,25 @@ class Reader:
             counted = counted & within(at, seq, *self._span).to_numpy(zero_copy_only=False)
         self._named.look(present, counted, {"": at.to_numpy(zero_copy_only=False)})
 
-    def _key_columns(self, origin: Origin, rows: "Rows") -> dict[str, pa.Array]:
+    def _key_columns(self, place: NamedPlace, rows: "Rows") -> dict[str, pa.Array]:
         """The key's columns from the key, which deletes have as well."""
         if not self.key or not len(rows.deleted):
             return {}
         parts = key_parts(rows.key, self.key)
         if len(parts) != len(self.key):
-            raise no_key(origin, self.table, self.key, len(parts))
+            raise no_key(place, self.table, self.key, len(parts))
         columns = {}
         for name in self.key:
             part = parts.get(name)
             if part is None or np.isin(part.kinds, (Kind.MISSING, Kind.NULL)).any():
-                raise no_key(origin, self.table, self.key, len(parts))
+                raise no_key(place, self.table, self.key, len(parts))
             text = part.text()
             if name in rows.columns:
                 self._agree(name, text, rows.columns[name].text())
             columns[name] = cast_text(text, name, self.kinds[name], self.arrow.field(name).type)
         return columns
 
-    def _refuse_ambiguous(self, origin: Origin, rows: "Rows") -> None:
+    def _refuse_ambiguous(self, place: NamedPlace, rows: "Rows") -> None:
         """Newer servers send a bare delete as its key and nulls, just like a row of nulls."""
         others = [cells for name, cells in rows.columns.items() if name not in self.key]
         valued = np.zeros(len(rows.deleted), dtype=bool)
@@ -128,7 +128,7 @@ class Reader:
             valued |= (cells.kinds != Kind.MISSING) & (cells.kinds != Kind.NULL)
         if others and (~valued & ~rows.deleted).any():
             raise DataRejected(
-                f"cannot tell a delete from a row of nulls in {origin.name}",
+                f"cannot tell a delete from a row of nulls in {place.name}",
                 detail="In the bare envelope both have a key and nothing else.",
                 hint="Create the changefeed with envelope=wrapped.",
             )
@@ -194,7 +194,7 @@ def updated_of(top: Mapping[str, Cells]) -> Cells | None:
     return top.get("updated")
 
 
-def rows_of(origin: Origin, top: Mapping[str, Cells]) -> Rows:
+def rows_of(place: NamedPlace, top: Mapping[str, Cells]) -> Rows:
     """The rows in the members of messages: wrapped, enriched or bare."""
     if _BARE in top:
         return _bare_rows(top)
@@ -205,7 +205,7 @@ def rows_of(origin: Origin, top: Mapping[str, Cells]) -> Rows:
     # A message that does not speak of a row's state must not pass for a delete.
     if row is None or not np.isin(row.kinds, (Kind.OBJECT, Kind.NULL)).all():
         raise DataRejected(
-            f"rows of {origin.name} are in none of the envelopes wrapped, enriched and bare",
+            f"rows of {place.name} are in none of the envelopes wrapped, enriched and bare",
             hint="Create the changefeed with envelope=wrapped, the default.",
         )
     return Rows(
@@ -233,38 +233,38 @@ def _bare_rows(top: Mapping[str, Cells]) -> Rows:
     )
 
 
-def timestamps(origin: Origin, rows: Rows) -> tuple[pa.Array, pa.Array]:
+def timestamps(place: NamedPlace, rows: Rows) -> tuple[pa.Array, pa.Array]:
     """Both parts of the rows' timestamps; refused when one has none."""
     if rows.updated is not None:
-        return split_hlc(origin, rows.updated.text())
+        return split_hlc(place, rows.updated.text())
     if len(rows.deleted):
-        raise no_timestamps(origin)
+        raise no_timestamps(place)
     return pa.array([], pa.int64()), pa.array([], pa.int64())
 
 
-def split_hlc(origin: Origin, text: pa.Array) -> tuple[pa.Array, pa.Array]:
+def split_hlc(place: NamedPlace, text: pa.Array) -> tuple[pa.Array, pa.Array]:
     """`wall.logical` cut into two whole numbers, for a whole column at once."""
     if text.null_count:
-        raise no_timestamps(origin)
+        raise no_timestamps(place)
     walls, logicals, known = hlc_parts(text)
     if not known.all():
-        raise origin.damaged("A row's `updated` is not a timestamp.")
+        raise place.damaged("A row's `updated` is not a timestamp.")
     return pa.array(walls), pa.array(logicals)
 
 
-def no_timestamps(origin: Origin) -> DataRejected:
+def no_timestamps(place: NamedPlace) -> DataRejected:
     """The error for rows that do not say when they were changed."""
     return DataRejected(
-        f"rows of {origin.name} have no `updated` timestamp",
+        f"rows of {place.name} have no `updated` timestamp",
         detail="Without it nobody can tell which of two changes of a row is the later one.",
         hint="Create the changefeed WITH updated, resolved.",
     )
 
 
-def no_key(origin: Origin, table: str, key: Sequence[str], found: int) -> DataRejected:
+def no_key(place: NamedPlace, table: str, key: Sequence[str], found: int) -> DataRejected:
     """The error for a row whose key has too many parts, or too few."""
     return DataRejected(
-        f"a row of {origin.name} has no key",
+        f"a row of {place.name} has no key",
         detail=f"Table {table} has the key {', '.join(key)}; the row's key has {found} parts.",
         hint="Create the changefeed WITH key_in_value, and name the primary key's columns with "
         f"`source.cockroachdb.keys: {{{table}: [...]}}`.",
@@ -304,13 +304,13 @@ class KeySearch:
     def __init__(self) -> None:
         self.candidates: list[list[str]] | None = None
 
-    def look(self, origin: Origin, table: str, rows: Rows) -> None:
+    def look(self, place: NamedPlace, table: str, rows: Rows) -> None:
         """Strike out columns that differ from the key in some row; deletes tell nothing."""
         live = np.flatnonzero(~rows.deleted)
         if len(live) == 0:
             return
         if rows.key is None:
-            raise no_key(origin, table, ["unknown"], 0)
+            raise no_key(place, table, ["unknown"], 0)
         key = rows.key.take(live)
         if (key.kinds == Kind.OBJECT).any():
             self.candidates = [[name] for name in members(key)]
@@ -322,7 +322,7 @@ class KeySearch:
         ]
         known = self.candidates or fitting
         if len(known) != len(fitting):
-            raise no_key(origin, table, ["unknown"], len(fitting))
+            raise no_key(place, table, ["unknown"], len(fitting))
         self.candidates = [
             [name for name in one if name in other]
             for one, other in zip(known, fitting, strict=True)

@@ -51,7 +51,7 @@ from icestream.sources.cockroachdb.index import (
     Indexed,
     IndexRanges,
     PartitionIndex,
-    Run,
+    RowRun,
 )
 from icestream.sources.cockroachdb.topic_split import WRITE_AS, TopicSplit, shape_from
 from icestream.sources.kafka.client import Cluster, Topic
@@ -500,7 +500,7 @@ def _reached_by(frontier: Frontier) -> dict[str, Position]:
     return reached
 
 
-def _with_rows(chosen: Sequence[Position], runs: Sequence[Run]) -> list[Position]:
+def _with_rows(chosen: Sequence[Position], runs: Sequence[RowRun]) -> list[Position]:
     """Those of the timestamps that may bring rows, and the last: idle time costs one epoch."""
     change = np.zeros(len(chosen) + 1, dtype=np.int64)
     for run in runs:

@@ -57,7 +57,7 @@ from icestream.sources.kafka.partitions import (
 )
 from icestream.sources.kafka.reads import ReadSoFar
 from icestream.sources.kafka.replay import LetterGroup
-from icestream.sources.kafka.run import Run
+from icestream.sources.kafka.run import KafkaRun
 from icestream.sources.kafka.split import KafkaSplit, RangeRead, RangesTooLarge, Reading
 from icestream.sources.kafka.topics import TopicsNow
 
@@ -69,7 +69,7 @@ class KafkaSource(Source):
         self, options: KafkaOptions, pipeline: str, reading: Reading, budget: Budget, workers: int
     ):
         self.keyed = options.keyed
-        self.run = Run(
+        self.run = KafkaRun(
             options=options,
             reading=reading,
             budget=budget,

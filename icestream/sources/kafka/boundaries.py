@@ -30,7 +30,7 @@ from icestream.sources.kafka.partitions import (
     partition_parts,
 )
 from icestream.sources.kafka.reads import ReadSoFar
-from icestream.sources.kafka.run import Run
+from icestream.sources.kafka.run import KafkaRun
 from icestream.sources.kafka.split import RangesTooLarge
 from icestream.sources.kafka.topics import TopicsNow
 
@@ -43,7 +43,7 @@ EPOCHS_AHEAD = 16
 class Boundaries:
     """Where the next epochs end. Thread: the loop's."""
 
-    def __init__(self, run: Run, topics: TopicsNow, reads: ReadSoFar):
+    def __init__(self, run: KafkaRun, topics: TopicsNow, reads: ReadSoFar):
         self._run = run
         self._topics = topics
         self._reads = reads

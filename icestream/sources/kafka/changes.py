@@ -79,20 +79,20 @@ class TableRows:
         if not only_added and not self._key:
             raise no_key(self._table)
 
-    def changes(self, rows: Rows) -> Changes:
+    def fitted(self, rows: Rows) -> Changes:
         """The rows as changes, without `AT` and `SEQ`; raises `SchemaGap` for what is lacking."""
-        columns, rejected = self._fitted(rows)
+        columns, rejected = self._cast_columns(rows)
         taken = np.arange(len(rows), dtype=np.int64)
         if rejected:
             taken = np.setdiff1d(taken, list(rejected))
             rows = rows.take(taken)
             # What fits now may be of another type than before: it is cast once more.
-            columns, _ = self._fitted(rows)
+            columns, _ = self._cast_columns(rows)
         self._refuse_required(columns, rows)
         batch = pa.table({OP: pa.array(rows.ops, pa.int8()), **columns})
         return Changes(batch=batch, taken=taken, rejected=rejected, withheld=rows.withheld)
 
-    def _fitted(self, rows: Rows) -> tuple[dict[str, pa.Array], dict[int, str]]:
+    def _cast_columns(self, rows: Rows) -> tuple[dict[str, pa.Array], dict[int, str]]:
         columns: dict[str, pa.Array] = {}
         rejected: dict[int, str] = {}
         lacking: list[Column] = []

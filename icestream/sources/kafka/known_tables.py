@@ -7,14 +7,14 @@ from dataclasses import replace
 from icestream import dead_letters
 from icestream.schema import TableShape, distinct_columns, joined_shapes
 from icestream.sources.kafka.changes import no_key
-from icestream.sources.kafka.run import Run
+from icestream.sources.kafka.run import KafkaRun
 from icestream.sources.kafka.topics import TopicsNow
 
 
 class KnownTables:
     """Thread: those of epochs meet tables, side by side; the loop's asks."""
 
-    def __init__(self, run: Run, topics: TopicsNow):
+    def __init__(self, run: KafkaRun, topics: TopicsNow):
         self._run = run
         self._topics = topics
         self._lock = threading.Lock()

@@ -32,8 +32,8 @@ from icestream.sources.kafka.replay import (
     REPLAYED,
     FirstLetter,
     LetterGroup,
-    Letters,
     LetterSplit,
+    PartitionLetters,
     by_partition,
     first_letters,
     groups,
@@ -41,7 +41,7 @@ from icestream.sources.kafka.replay import (
     places,
     together,
 )
-from icestream.sources.kafka.run import Run
+from icestream.sources.kafka.run import KafkaRun
 from icestream.sources.kafka.topics import TopicsNow
 
 
@@ -51,7 +51,7 @@ class TriedAgain:
     Thread: the loop's, but for `note`, which those of epochs call.
     """
 
-    def __init__(self, run: Run, topics: TopicsNow, tables: KnownTables):
+    def __init__(self, run: KafkaRun, topics: TopicsNow, tables: KnownTables):
         self._run = run
         self._topics = topics
         self._tables = tables
@@ -160,7 +160,7 @@ class TriedAgain:
     def _letter_split(
         self,
         group: LetterGroup,
-        letters: Sequence[Letters],
+        letters: Sequence[PartitionLetters],
         logs: Sequence[Range] | None,
         problem: IcestreamError | None,
     ) -> LetterSplit:

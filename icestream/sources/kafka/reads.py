@@ -15,7 +15,7 @@ from icestream.sources.kafka.partitions import (
     partition_name,
     partition_parts,
 )
-from icestream.sources.kafka.run import Run
+from icestream.sources.kafka.run import KafkaRun
 from icestream.sources.kafka.split import RangeRead
 from icestream.sources.kafka.topics import TopicsNow
 
@@ -31,7 +31,7 @@ class ReadSoFar:
     Thread: those of epochs tell it what they have read, side by side; the loop's asks.
     """
 
-    def __init__(self, run: Run, topics: TopicsNow):
+    def __init__(self, run: KafkaRun, topics: TopicsNow):
         self._run = run
         self._topics = topics
         self._lock = threading.Lock()

@@ -134,7 +134,7 @@ class FirstLetter:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Letters:
+class PartitionLetters:
     """Letters of one partition: the records that they are, in order, and the table's rows."""
 
     topic: str
@@ -156,7 +156,7 @@ class Letters:
             at=int(self.records.timestamps.min()),
         )
 
-    def before(self, offset: int) -> "Letters":
+    def before(self, offset: int) -> "PartitionLetters":
         """Those that lie before an offset."""
         count = int(np.searchsorted(self.records.offsets, offset))
         if count == len(self.records):
@@ -226,7 +226,7 @@ def _milliseconds(at: pa.ChunkedArray) -> Indices:
     return np.asarray(pc.fill_null(micros, -_MICROSECONDS)) // _MICROSECONDS
 
 
-def by_partition(rows: pa.Table) -> list[Letters]:
+def by_partition(rows: pa.Table) -> list[PartitionLetters]:
     """Rows of a table of letters, partition by partition, each in the order of its offsets."""
     where = places(rows.column(dead_letters.POSITION).combine_chunks())
     numbered = where.append_column("row", pa.array(np.arange(rows.num_rows, dtype=np.int64)))
@@ -237,7 +237,7 @@ def by_partition(rows: pa.Table) -> list[Letters]:
         [("row", "list"), ("offset", "list")]
     )
     return [
-        Letters(
+        PartitionLetters(
             topic=each["topic"],
             partition=each["partition"],
             records=_records(rows.take(each["row_list"]), each["offset_list"]),
@@ -268,7 +268,7 @@ class LetterSplit:
 
     letters_table: str
     owner: str | None
-    letters: Sequence[Letters]
+    letters: Sequence[PartitionLetters]
     logs: Sequence[Range] | None
     reading: Reading
     tables: Collection[str]
@@ -315,7 +315,7 @@ class LetterSplit:
         for letters in self.letters:
             tables = self._tables(targets)
             tables.letters_of = partial(self._letters_of, letters.topic)
-            whole = tables.changes(_span(letters), letters.records, _times(letters))
+            whole = tables.by_table(_span(letters), letters.records, _times(letters))
             try:
                 verdicts.append(_Verdicts(self, letters, chain(whole, tables.completed())))
             except ValuesNeeded as need:
@@ -378,7 +378,7 @@ class LetterSplit:
             batch_bytes=BATCH_BYTES,
         ):
             at, newest = running_maximum(records.timestamps, newest)
-            yield from tables.changes(log, records, at)
+            yield from tables.by_table(log, records, at)
 
     def _letters(self, verdicts: "_Verdicts") -> Iterator[tuple[str, pa.Table]]:
         rows = verdicts.letters.rows
@@ -405,7 +405,9 @@ class LetterSplit:
 class _Verdicts:
     """What tables said of letters of one partition; letters are known by their numbers."""
 
-    def __init__(self, split: LetterSplit, letters: Letters, found: Iterator[tuple[str, pa.Table]]):
+    def __init__(
+        self, split: LetterSplit, letters: PartitionLetters, found: Iterator[tuple[str, pa.Table]]
+    ):
         self._split = split
         self.letters = letters
         self._offsets = letters.records.offsets
@@ -560,7 +562,7 @@ def _offsets(letters: pa.Table) -> Indices:
     return np.asarray(where.column("offset").combine_chunks().to_numpy())
 
 
-def _span(letters: Letters) -> Range:
+def _span(letters: PartitionLetters) -> Range:
     offsets = letters.records.offsets
     return Range(
         topic=letters.topic,
@@ -570,5 +572,5 @@ def _span(letters: Letters) -> Range:
     )
 
 
-def _times(letters: Letters) -> Indices:
+def _times(letters: PartitionLetters) -> Indices:
     return np.asarray(np.maximum.accumulate(letters.records.timestamps))

@@ -12,7 +12,7 @@ from icestream.sources.kafka.split import Reading
 
 
 @dataclass(slots=True, kw_only=True)
-class Run:
+class KafkaRun:
     """How topics are read, and who is asked. Thread: any.
 
     `table_names` and `letter_box` are the destination's: how its tables are called, and its tables

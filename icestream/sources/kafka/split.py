@@ -163,7 +163,7 @@ class KafkaSplit:
                 if self.size_bytes + size > self.bytes_max and len(records) < rows:
                     raise RangesTooLarge(self._reached(each, int(records.offsets[0])))
                 at, newest = running_maximum(records.timestamps, newest)
-                yield from tables.changes(each, *self._left(each, records, at))
+                yield from tables.by_table(each, *self._left(each, records, at))
                 if tables.has_seen_enough(self.size_bytes + size):
                     tables.refuse_unready()
             self.reads.append(
@@ -262,7 +262,7 @@ class TableChanges:
             self._news, self._news_at = news, read_bytes
         return bool(news) and read_bytes >= max(SAMPLE_BYTES, 2 * self._news_at)
 
-    def changes(
+    def by_table(
         self, where: Range, records: Records, at: Indices
     ) -> Iterator[tuple[str, pa.Table]]:
         """The changes in some records; `at` is a time for each that never goes back."""
@@ -321,7 +321,7 @@ class TableChanges:
         if not len(rows):
             return
         try:
-            found = self._table(table).changes(rows)
+            found = self._table(table).fitted(rows)
         except SchemaGap as gap:
             # Later records may tell more of the same columns.
             self.gaps[table] = joined_columns(self.gaps.get(table, ()), gap.columns)

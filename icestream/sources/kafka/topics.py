@@ -18,7 +18,7 @@ from icestream.sources.kafka.partitions import (
     recreated,
     refuse_lost,
 )
-from icestream.sources.kafka.run import Run
+from icestream.sources.kafka.run import KafkaRun
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ class TopicsNow:
     Thread: the loop's changes it, while no epoch is written; any reads it.
     """
 
-    def __init__(self, run: Run):
+    def __init__(self, run: KafkaRun):
         self._run = run
         self.by_name: Mapping[str, Topic] = {}
         # Of each partition the first offset that is there, and the end of what is stable.

@@ -37,7 +37,7 @@ from icestream.sources.postgres.copies import Copies
 from icestream.sources.postgres.options import PostgresOptions
 from icestream.sources.postgres.positions import in_words
 from icestream.sources.postgres.relation_messages import relation_of
-from icestream.sources.postgres.run import FollowedTables, Run
+from icestream.sources.postgres.run import FollowedTables, PostgresRun
 from icestream.sources.postgres.server import Server
 from icestream.sources.postgres.slot import Slot
 from icestream.sources.postgres.spool import SpoolUnreadable
@@ -60,7 +60,7 @@ class PostgresSource(Source):
         delete_columns: Callable[[str], Sequence[str]] = lambda _: (),
     ):
         server = Server(parse_dsn(options.dsn), pipeline, options.slot, options.publication)
-        self._run = Run(
+        self._run = PostgresRun(
             pipeline=pipeline,
             options=options,
             budget=budget,

@@ -40,7 +40,7 @@ from icestream.sources.postgres.values.kinds import (
     iceberg_type,
     in_binary,
 )
-from icestream.sources.postgres.values.places import Form
+from icestream.sources.postgres.values.places import SentAs
 from icestream.sources.postgres.values.tuples import Tuples, tuples_at
 
 COPY_TABLE_ANEW = (
@@ -92,7 +92,7 @@ class Relation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Origin:
+class TableAtServer:
     """Where the rows of a table can be read, whatever the table is called by now."""
 
     dsn: Dsn = field(repr=False)
@@ -124,7 +124,7 @@ class WalSplit(TableSplit):
     emptied_at: tuple[int, int] | None = None
     append_only: bool = False
     stored: bytes | None = None
-    origin: Origin | None = None
+    at_server: TableAtServer | None = None
     each_key_once: bool = False
 
     def read(
@@ -197,8 +197,8 @@ class WalSplit(TableSplit):
         names = [*keys.column_names, *columns]
         if keys.num_rows == 0:
             return pa.schema([arrow.field(name) for name in names]).empty_table()
-        assert self.origin is not None
-        return _fetched(self.origin, relation, keys, columns, arrow)
+        assert self.at_server is not None
+        return _fetched(self.at_server, relation, keys, columns, arrow)
 
     def _rows(self) -> Iterator["_Rows"]:
         """The split's messages, one relation version at a time."""
@@ -339,7 +339,7 @@ def _decoded(rows: _Rows, kinds: Mapping[str, Any], arrow: pa.Schema, key: Seque
             continue
         to, wanted = kinds[column.name], arrow.field(column.name).type
         columns[column.name] = decode(tuples, number, column.type, to, wanted, column.name)
-        absent = tuples.forms[number] == Form.UNSENT
+        absent = tuples.forms[number] == SentAs.UNSENT
         if absent.any():
             unsent[column.name] = absent
     ops = np.where(
@@ -364,7 +364,7 @@ def _refuse_unnamed(rows: _Rows, tuples: Tuples, leaving: np.ndarray, old: np.nd
     if not rows.relation.key or not leaving.any():
         return
     brief = leaving & (rows.content[np.maximum(old - 1, 0)] == _KEY_ONLY)
-    if (tuples.forms[list(rows.relation.key)][:, brief] == Form.NULL).any():
+    if (tuples.forms[list(rows.relation.key)][:, brief] == SentAs.NULL).any():
         raise SchemaRejected(
             f"a delete or key change of table {rows.relation.table} does not send its key",
             detail="A partition has another replica identity than the table.",
@@ -374,8 +374,8 @@ def _refuse_unnamed(rows: _Rows, tuples: Tuples, leaving: np.ndarray, old: np.nd
 
 def _fill_unsent(tuples: Tuples, before: Tuples) -> None:
     """Take values that the new tuple leaves out from the old one where that was sent in full."""
-    fill = (tuples.forms == Form.UNSENT) & (before.forms != Form.UNSENT)
-    fill &= before.forms != Form.NULL
+    fill = (tuples.forms == SentAs.UNSENT) & (before.forms != SentAs.UNSENT)
+    fill &= before.forms != SentAs.NULL
     if fill.any():
         tuples.starts[fill] = before.starts[fill]
         tuples.lengths[fill] = before.lengths[fill]
@@ -437,7 +437,7 @@ def _completed(
 
 
 def _fetched(
-    origin: Origin,
+    at_server: TableAtServer,
     relation: Relation,
     keys: pa.Table,
     columns: Sequence[str],
@@ -455,8 +455,10 @@ def _fetched(
     )
     where = f"({', '.join(quoted(name) for name in keys.column_names)}) IN ({wanted})"
     schema = pa.schema([arrow.field(name) for name in names])
-    with Connection(origin.dsn) as connection:
-        called = connection.one("SELECT CAST(CAST(:oid AS oid) AS regclass)::text", oid=origin.oid)
+    with Connection(at_server.dsn) as connection:
+        called = connection.one(
+            "SELECT CAST(CAST(:oid AS oid) AS regclass)::text", oid=at_server.oid
+        )
         query = f"SELECT {chosen} FROM {called} WHERE {where}"
         pieces = [
             pa.table(

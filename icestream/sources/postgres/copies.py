@@ -44,7 +44,7 @@ from icestream.sources.postgres.positions import (
 )
 from icestream.sources.postgres.publications import waiting
 from icestream.sources.postgres.relation_messages import relation_of
-from icestream.sources.postgres.run import Run
+from icestream.sources.postgres.run import PostgresRun
 from icestream.sources.postgres.stream import ChangeStream
 from icestream.sources.postgres.tables import PgTable
 
@@ -78,7 +78,7 @@ class Copies:
     those of epochs call.
     """
 
-    def __init__(self, run: Run, stream: ChangeStream):
+    def __init__(self, run: PostgresRun, stream: ChangeStream):
         self._run = run
         self._stream = stream
         self._initial: Holder | None = None

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from icestream.errors import SchemaRejected, SourceUnavailable
 from icestream.sources.postgres.changes import Relation, RelationColumn, other_identity
-from icestream.sources.postgres.run import Run, made_anew
+from icestream.sources.postgres.run import PostgresRun, made_anew
 from icestream.sources.postgres.tables import PgTable, table_name
 from icestream.sources.postgres.values.kinds import PgType, in_binary
 
@@ -37,7 +37,7 @@ def all_in_binary(columns: Sequence[RelationColumn]) -> bool:
     return all(in_binary(column.type, column.iceberg()) for column in columns)
 
 
-def described(message: bytes, run: Run, binary: bool) -> Relation | None:
+def described(message: bytes, run: PostgresRun, binary: bool) -> Relation | None:
     """A relation message as the pipeline's table, None for others.
 
     A table that has another name now is still the one with its oid. Raises `TextNeeded` when the
@@ -114,7 +114,7 @@ def _parse(message: bytes) -> _Message:
     return _Message(oid=oid, table=table, sent=sent, in_full=in_full, columns=columns)
 
 
-def _columns(told: _Message, table: PgTable, run: Run) -> list[RelationColumn]:
+def _columns(told: _Message, table: PgTable, run: PostgresRun) -> list[RelationColumn]:
     types = run.server.tables.kinds_with([kind for _, kind, _ in told.columns])
     declared = {column.name: column.declared for column in table.columns}
     return [
@@ -129,7 +129,7 @@ def _columns(told: _Message, table: PgTable, run: Run) -> list[RelationColumn]:
     ]
 
 
-def _refuse_other_key(told: _Message, table: PgTable, run: Run) -> None:
+def _refuse_other_key(told: _Message, table: PgTable, run: PostgresRun) -> None:
     """Stop when the table's changes name their rows by something else than its key."""
     if not set(table.key) <= set(told.sent):
         raise other_identity(
@@ -141,7 +141,7 @@ def _refuse_other_key(told: _Message, table: PgTable, run: Run) -> None:
         raise other_identity(table.name, reason)
 
 
-def _to_come(table: PgTable, names: Sequence[str], run: Run) -> frozenset[str]:
+def _to_come(table: PgTable, names: Sequence[str], run: PostgresRun) -> frozenset[str]:
     """Columns of the table that are younger than a version of it with these columns.
 
     New columns stand behind all others, and a renamed one stays where it is. So they are

@@ -108,7 +108,7 @@ class FollowedTables:
 
 
 @dataclass(slots=True, kw_only=True)
-class Run:
+class PostgresRun:
     """What the rooms of this source share. Thread: any."""
 
     pipeline: str

@@ -28,7 +28,7 @@ from icestream.sources.postgres.positions import (
     stamped,
 )
 from icestream.sources.postgres.publications import Coverage, left_out
-from icestream.sources.postgres.run import Run, made_anew
+from icestream.sources.postgres.run import PostgresRun, made_anew
 from icestream.sources.postgres.tables import PgTable
 
 
@@ -38,7 +38,7 @@ class RunStart:
     Thread: the loop's, but for `broken_since`, which that of the watch calls.
     """
 
-    def __init__(self, run: Run):
+    def __init__(self, run: PostgresRun):
         self._run = run
         self._missing: frozenset[str] | None = None
         self._unclaimed: set[str] = set()

@@ -17,11 +17,11 @@ from icestream.epoch import Epoch
 from icestream.errors import IcestreamError, SourceUnavailable, check
 from icestream.frontier import Frontier, Position
 from icestream.sources import Split
-from icestream.sources.postgres.changes import Origin, Relation, SpoolPart, WalSplit
+from icestream.sources.postgres.changes import Relation, SpoolPart, TableAtServer, WalSplit
 from icestream.sources.postgres.connection import Connection, Inbox
 from icestream.sources.postgres.positions import position_after, with_witness, witness_of
 from icestream.sources.postgres.relation_messages import TextNeeded, all_in_binary, described
-from icestream.sources.postgres.run import Run
+from icestream.sources.postgres.run import PostgresRun
 from icestream.sources.postgres.segments import Segment, epochs
 from icestream.sources.postgres.slot import Slot
 from icestream.sources.postgres.spool import Spool, SpoolUnreadable
@@ -45,7 +45,9 @@ class ChangeStream:
     reader is made, `closed` that a reader is gone.
     """
 
-    def __init__(self, run: Run, opened: Callable[[Slot | None], None], closed: Callable[[], None]):
+    def __init__(
+        self, run: PostgresRun, opened: Callable[[Slot | None], None], closed: Callable[[], None]
+    ):
         self._run = run
         self._opened = opened
         self._closed = closed
@@ -301,7 +303,7 @@ class ChangeStream:
                 share = None if count == 1 else (number, count)
                 split = self._split(name, segments, (lower, upper), share, size // count)
                 if split is not None:
-                    splits.append(replace(split, origin=self._origin(name)))
+                    splits.append(replace(split, at_server=self._at_server(name)))
         return splits
 
     def changes_between(self, table: str, lower: int, upper: int) -> WalSplit | None:
@@ -326,13 +328,13 @@ class ChangeStream:
     def _between(self, lower: int, upper: int) -> list[Segment]:
         return [s for s in self._segments if s.upper > lower and s.lower < upper]
 
-    def _origin(self, name: str) -> Origin:
+    def _at_server(self, name: str) -> TableAtServer:
         """Where to read rows that the lake lacks.
 
         Not only while the table is copied: a change before the copy's end may have been left out
         because its row had moved on, and the change that moved it comes after the copy's end.
         """
-        return Origin(dsn=self._run.server.dsn, oid=self._run.tables.by_name[name].oid)
+        return TableAtServer(dsn=self._run.server.dsn, oid=self._run.tables.by_name[name].oid)
 
     def _wait_for(self, epoch: Epoch) -> None:
         """An epoch that is minted again may end where the stream has not come to yet.

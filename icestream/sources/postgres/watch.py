@@ -9,7 +9,7 @@ import threading
 from icestream.errors import IcestreamError, NeedsOperator
 from icestream.sources.postgres.connection import NotAccepting
 from icestream.sources.postgres.copies import Copies
-from icestream.sources.postgres.run import Run
+from icestream.sources.postgres.run import PostgresRun
 from icestream.sources.postgres.start import RunStart
 from icestream.sources.postgres.stream import ChangeStream
 
@@ -20,7 +20,7 @@ _SLOT_SECONDS = 10.0
 class SlotWatch:
     """A thread of its own. What it finds that ends the run is raised by `refuse`, in the loop's."""
 
-    def __init__(self, run: Run, start: RunStart, stream: ChangeStream, copies: Copies):
+    def __init__(self, run: PostgresRun, start: RunStart, stream: ChangeStream, copies: Copies):
         self._run = run
         self._start = start
         self._stream = stream

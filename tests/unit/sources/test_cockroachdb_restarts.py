@@ -18,10 +18,10 @@ from icestream.sinks.iceberg.publishing import EpochPublisher
 from icestream.sources import EpochPlan
 from icestream.sources.cockroachdb import numbered
 from icestream.sources.cockroachdb.feed_file import FeedFile
+from icestream.sources.cockroachdb.file_shapes import FileShapes
 from icestream.sources.cockroachdb.files import CockroachdbFiles
 from icestream.sources.cockroachdb.hlc import after, parse_file_time
 from icestream.sources.cockroachdb.numbered import FOLDER, Numbered, Numbers, beginning, remembered
-from icestream.sources.cockroachdb.samples import Samples
 from icestream.sources.cockroachdb.taken import without_rows
 from icestream.worker import Outcome
 from tests.asking import EPOCH
@@ -448,20 +448,20 @@ def test_a_table_that_is_written_to_is_not_sampled(tmp_path):
             read(split)
             feed_source.was_read(EPOCH, [split.learned()])
         lower = upper
-    assert feed_source._samples._files == {}
+    assert feed_source._file_shapes._files == {}
 
 
 def test_a_file_of_deletes_is_sampled_once(tmp_path, monkeypatch):
     """E5, Mend, read F11: a table that only has deletes does not read all of them each time."""
     writer, feed_source = feed(tmp_path), source(tmp_path)
     sampled: list[str] = []
-    inner = Samples._sampled
+    inner = FileShapes._sampled
 
-    def counted(self: Samples, table: str, file: FeedFile, *rest: Any) -> Any:
+    def counted(self: FileShapes, table: str, file: FeedFile, *rest: Any) -> Any:
         sampled.append(file.path)
         return inner(self, table, file, *rest)
 
-    monkeypatch.setattr(Samples, "_sampled", counted)  # only counts what is read
+    monkeypatch.setattr(FileShapes, "_sampled", counted)  # only counts what is read
     lower = START
     for number in range(20):
         seconds = 600 * number
@@ -472,4 +472,4 @@ def test_a_file_of_deletes_is_sampled_once(tmp_path, monkeypatch):
         assert feed_source.shape("t") is None
         lower = upper
     assert len(sampled) == len(set(sampled)) == 20
-    assert len(feed_source._samples.deletes) < 10
+    assert len(feed_source._file_shapes.deletes) < 10

@@ -13,7 +13,7 @@ from icestream.sources.kafka import KafkaSource, boundaries
 from icestream.sources.kafka.client import Topic
 from icestream.sources.kafka.consumer import PartitionStalled
 from icestream.sources.kafka.growth import GRACE_MS, end_of_unknown, span_of
-from icestream.sources.kafka.run import Run
+from icestream.sources.kafka.run import KafkaRun
 from icestream.sources.kafka.split import RangesTooLarge
 from tests.asking import remembered
 from tests.unit.sources.test_kafka_source import FakeCluster, FakeLetters, epoch, ranges, source
@@ -55,7 +55,7 @@ def clock(monkeypatch):
     """The time in milliseconds, as a list of one number."""
     now = [NOW]
     # Ten minutes are waited for in no test.
-    monkeypatch.setattr(Run, "now_ms", lambda _: now[0])
+    monkeypatch.setattr(KafkaRun, "now_ms", lambda _: now[0])
     monkeypatch.setattr(boundaries, "SETTLE_SECONDS", 0)
     return now
 

@@ -141,7 +141,7 @@ def test_a_letter_without_a_named_column_stays_one():
     tables.tries_letters = True
     batch = records(event(1, area="eu"), event(2, region="eu"))
     where = Range(topic="t", partition=0, start=0, end=2)
-    given = dict(tables.changes(where, batch, np.zeros(2, dtype=np.int64)))
+    given = dict(tables.by_table(where, batch, np.zeros(2, dtype=np.int64)))
     assert given["t"].column("id").to_pylist() == [2]
     [letter] = given["t__dead_letters"].to_pylist()
     assert "no column region, which the select reads" in letter["error"]

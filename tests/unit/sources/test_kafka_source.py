@@ -18,7 +18,7 @@ from icestream.sources.kafka.boundaries import EPOCHS_AHEAD
 from icestream.sources.kafka.client import Topic
 from icestream.sources.kafka.consumer import PartitionStalled, Range
 from icestream.sources.kafka.route import Route
-from icestream.sources.kafka.run import Run
+from icestream.sources.kafka.run import KafkaRun
 from icestream.sources.kafka.split import Keys, RangeRead, RangesTooLarge, Reading
 from tests.asking import EPOCH, remembered
 
@@ -299,7 +299,7 @@ def test_deletes_that_a_compacted_topic_may_have_forgotten_are_said(
     """E7, Mend b11: once, and only of what goes on from an earlier run."""
     cluster.deletes_kept = 10_000
     # The age of records is told by the clock.
-    monkeypatch.setattr(Run, "now_ms", lambda _: 20_000)
+    monkeypatch.setattr(KafkaRun, "now_ms", lambda _: 20_000)
     late = RangeRead(
         range=Range(topic="t", partition=0, start=5, end=9),
         rows=4,

@@ -39,7 +39,7 @@ from icestream.sources.postgres.values.kinds import (
     in_binary,
     kinds_by_oid,
 )
-from icestream.sources.postgres.values.places import Form
+from icestream.sources.postgres.values.places import SentAs
 from icestream.sources.postgres.values.tuples import Tuples, copy_tuples, tuples_at
 
 HEADER = b"PGCOPY\n\xff\r\n\0" + bytes(8)
@@ -286,7 +286,15 @@ def test_forms_may_change_from_row_to_row(name):
     to = natural(name)
     found = decode(tuples, 0, TYPES[name], to, arrow_of(to), "v")
     assert found.to_pylist() == [None, value, value, None, None, value, value]
-    forms = [Form.NULL, Form.TEXT, Form.BINARY, Form.NULL, Form.UNSENT, Form.BINARY, Form.TEXT]
+    forms = [
+        SentAs.NULL,
+        SentAs.TEXT,
+        SentAs.BINARY,
+        SentAs.NULL,
+        SentAs.UNSENT,
+        SentAs.BINARY,
+        SentAs.TEXT,
+    ]
     assert list(tuples.forms[0]) == forms
     assert not tuples.forms[1].any()
     chosen = tuples.take(np.array([5, 3]))
@@ -466,7 +474,7 @@ def test_a_copy_ends_before_what_is_not_a_row():
     for rest in (b"c\0\0\0\4", b"d\0\0", message(row([b"c", b"d"]))[:-1], b""):
         tuples, used = copy_tuples(array(content + rest), 2, texts=(1,))
         assert used == len(content) and len(tuples) == 2
-        assert tuples.forms.tolist() == [[Form.BINARY, Form.BINARY], [Form.NULL, Form.TEXT]]
+        assert tuples.forms.tolist() == [[SentAs.BINARY, SentAs.BINARY], [SentAs.NULL, SentAs.TEXT]]
     with pytest.raises(DataRejected):
         copy_tuples(array(b"d\0\0\0\3"), 2)
 

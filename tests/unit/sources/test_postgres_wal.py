@@ -27,7 +27,7 @@ from icestream.sources.postgres import PostgresOptions, PostgresSource, connecti
 from icestream.sources.postgres.changes import Relation, RelationColumn, WalSplit
 from icestream.sources.postgres.connection import Connection, Inbox, parse_dsn
 from icestream.sources.postgres.copies import Copies
-from icestream.sources.postgres.run import Run
+from icestream.sources.postgres.run import PostgresRun
 from icestream.sources.postgres.segments import epochs
 from icestream.sources.postgres.server import Server
 from icestream.sources.postgres.slot import ReplicationSlot, Slot
@@ -412,7 +412,7 @@ class WiredServer(Server):
         return 0
 
 
-class WiredRun(Run):
+class WiredRun(PostgresRun):
     """A run that counts the looks at what has come."""
 
     looks = 0

@@ -5,9 +5,9 @@ and write a zero where a value is not of the wanted form. No read leaves the buf
 """
 
 from icestream.kernels import Bytes, int32, kernel, part, pointer
-from icestream.sources.postgres.values.places import Form, Places, Positions
+from icestream.sources.postgres.values.places import Places, Positions, SentAs
 
-_NULL, _TEXT, _BINARY, _ = (int(form) for form in Form)
+_NULL, _TEXT, _BINARY, _ = (int(form) for form in SentAs)
 _OPEN, _CLOSE, _BRACKET, _EQUALS, _QUOTE, _BACKSLASH = (ord(mark) for mark in '{}[="\\')
 
 

@@ -51,10 +51,10 @@ from icestream.sources.postgres.values.numeric_kernels import (
     size_numerics,
 )
 from icestream.sources.postgres.values.places import (
-    Form,
     Lengths,
     Places,
     Positions,
+    SentAs,
     new_places,
     readable,
 )
@@ -140,7 +140,7 @@ class _Cells:
     def places(self) -> Places:
         return self.starts, self.lengths, self.forms
 
-    def bytes_of(self, form: Form) -> int:
+    def bytes_of(self, form: SentAs) -> int:
         return int(np.sum(self.lengths, where=self.forms == form, dtype=np.int64))
 
 
@@ -193,21 +193,21 @@ _SPECIAL = {
 
 
 def _decoded(cells: _Cells, kind: PgType, target: _Target) -> pa.Array:
-    present = np.bincount(cells.forms, minlength=len(Form))
-    if not present[Form.TEXT]:
-        return _of_form(cells, kind, target, Form.BINARY)
-    if not present[Form.BINARY]:
-        return _of_form(cells, kind, target, Form.TEXT)
-    both = [_of_form(cells, kind, target, form) for form in (Form.BINARY, Form.TEXT)]
+    present = np.bincount(cells.forms, minlength=len(SentAs))
+    if not present[SentAs.TEXT]:
+        return _of_form(cells, kind, target, SentAs.BINARY)
+    if not present[SentAs.BINARY]:
+        return _of_form(cells, kind, target, SentAs.TEXT)
+    both = [_of_form(cells, kind, target, form) for form in (SentAs.BINARY, SentAs.TEXT)]
     rows = np.arange(len(cells))
-    chosen = np.where(cells.forms == Form.TEXT, rows + len(cells), rows)
+    chosen = np.where(cells.forms == SentAs.TEXT, rows + len(cells), rows)
     return pa.concat_arrays(both).take(pa.array(chosen))
 
 
-def _of_form(cells: _Cells, kind: PgType, target: _Target, form: Form) -> pa.Array:
+def _of_form(cells: _Cells, kind: PgType, target: _Target, form: SentAs) -> pa.Array:
     """The values that came in this form; all others are null."""
     to, arrow_type = target.to, target.arrow_type
-    if form == Form.BINARY and not in_binary(kind, to) and np.any(cells.forms == form):
+    if form == SentAs.BINARY and not in_binary(kind, to) and np.any(cells.forms == form):
         raise SchemaRejected(
             f"column {target.name} of type {kind.name} came in binary form",
             detail=f"For a column of type {to} it is read in text form only.",
@@ -251,16 +251,16 @@ def _validity(present: npt.NDArray[Any]) -> tuple[pa.Buffer | None, int]:
     return (pa.py_buffer(np.packbits(present, bitorder="little")) if absent else None), absent
 
 
-def _strings(cells: _Cells, kind: PgType, target: _Target, form: Form) -> pa.Array:
+def _strings(cells: _Cells, kind: PgType, target: _Target, form: SentAs) -> pa.Array:
     """Large strings of PostgreSQL's text form, checked to be UTF-8."""
-    if form == Form.BINARY and kind.codec == Codec.NUMERIC:
+    if form == SentAs.BINARY and kind.codec == Codec.NUMERIC:
         sizes = np.empty(len(cells), dtype=np.int64)
         faults = size_numerics(cells.content, cells.places, form, sizes)
         target.judge(cells, kind, faults)
         offsets, buffer = _text_buffers(len(cells), int(sizes.sum()))
         size = show_numerics(cells.content, cells.places, form, offsets, buffer)
     else:
-        prefix = int(form == Form.BINARY and kind.codec == Codec.JSONB)
+        prefix = int(form == SentAs.BINARY and kind.codec == Codec.JSONB)
         offsets, buffer = _text_buffers(len(cells), cells.bytes_of(form))
         size, damaged = copy_values(cells.content, cells.places, (form, prefix), offsets, buffer)
         target.judge(cells, kind, (damaged, 0))
@@ -295,11 +295,11 @@ def _variable(
     )
 
 
-def _lists(cells: _Cells, kind: PgType, target: _Target, form: Form) -> pa.Array:
+def _lists(cells: _Cells, kind: PgType, target: _Target, form: SentAs) -> pa.Array:
     assert kind.element is not None and isinstance(target.to, ListType)
     counts = np.empty(len(cells), dtype=np.int64)
     delimiter = ord(kind.delimiter)
-    if form == Form.BINARY:
+    if form == SentAs.BINARY:
         faults = count_elements(cells.content, cells.places, form, counts)
     else:
         faults = count_written(cells.content, cells.places, (form, delimiter), counts)
@@ -308,7 +308,7 @@ def _lists(cells: _Cells, kind: PgType, target: _Target, form: Form) -> pa.Array
     np.cumsum(counts, out=offsets[1:])
     places = new_places(1, int(offsets[-1]))
     found = (places[0][0], places[1][0], places[2][0])
-    if form == Form.BINARY:
+    if form == SentAs.BINARY:
         content = cells.content
         damaged = find_elements(content, cells.places, form, found)
         target.judge(cells, kind, (damaged, 0))
@@ -329,10 +329,10 @@ def _lists(cells: _Cells, kind: PgType, target: _Target, form: Form) -> pa.Array
     )
 
 
-def _integers(cells: _Cells, kind: PgType, target: _Target, form: Form) -> npt.NDArray[Any]:
+def _integers(cells: _Cells, kind: PgType, target: _Target, form: SentAs) -> npt.NDArray[Any]:
     """Whole numbers of any width as they were sent."""
     values = np.empty(len(cells), dtype=np.int64)
-    if form == Form.BINARY:
+    if form == SentAs.BINARY:
         width = _INTEGER_BYTES[kind.codec]
         damaged = read_fixed(cells.content, cells.places, (form, width), values)
         if kind.codec == Codec.OID:
@@ -343,7 +343,7 @@ def _integers(cells: _Cells, kind: PgType, target: _Target, form: Form) -> npt.N
     return values
 
 
-def _whole(cells: _Cells, kind: PgType, target: _Target, form: Form) -> pa.Array:
+def _whole(cells: _Cells, kind: PgType, target: _Target, form: SentAs) -> pa.Array:
     values = _integers(cells, kind, target, form)
     present = cells.forms == form
     if isinstance(target.to, IntegerType):
@@ -359,10 +359,10 @@ def _whole(cells: _Cells, kind: PgType, target: _Target, form: Form) -> pa.Array
         target.refuse(f"At least one of {len(cells)} values does not fit.", kind)
 
 
-def _floats(cells: _Cells, kind: PgType, target: _Target, form: Form) -> pa.Array:
+def _floats(cells: _Cells, kind: PgType, target: _Target, form: SentAs) -> pa.Array:
     width, numeric = _FLOATS[kind.codec]
     arrow_type = pa.from_numpy_dtype(numeric)
-    if form == Form.BINARY:
+    if form == SentAs.BINARY:
         bits = np.empty(len(cells), dtype=np.int64 if width == 8 else np.int32)
         damaged = read_fixed(cells.content, cells.places, (form, width), bits)
         target.judge(cells, kind, (damaged, 0))
@@ -383,10 +383,10 @@ def _floats(cells: _Cells, kind: PgType, target: _Target, form: Form) -> pa.Arra
     return fitted
 
 
-def _decimals(cells: _Cells, kind: PgType, target: _Target, form: Form) -> pa.Array:
+def _decimals(cells: _Cells, kind: PgType, target: _Target, form: SentAs) -> pa.Array:
     decimal = target.to if isinstance(target.to, DecimalType) else DecimalType(19, 0)
     words = np.empty((len(cells), 2), dtype=np.uint64)
-    kernel = read_numerics if form == Form.BINARY else parse_numerics
+    kernel = read_numerics if form == SentAs.BINARY else parse_numerics
     faults = kernel(
         cells.content, cells.places, (form, decimal.scale), DECIMAL_LIMITS[decimal.precision], words
     )
@@ -399,7 +399,7 @@ def _decimals(cells: _Cells, kind: PgType, target: _Target, form: Form) -> pa.Ar
         target.refuse(f"At least one of {len(cells)} values does not fit.", kind)
 
 
-def _bools(cells: _Cells, kind: PgType, target: _Target, form: Form) -> pa.Array:
+def _bools(cells: _Cells, kind: PgType, target: _Target, form: SentAs) -> pa.Array:
     values = np.empty(len(cells), dtype=np.uint8)
     damaged = read_bools(cells.content, cells.places, form, values)
     target.judge(cells, kind, (damaged, 0))
@@ -407,9 +407,9 @@ def _bools(cells: _Cells, kind: PgType, target: _Target, form: Form) -> pa.Array
     return _filled(bits, target.arrow_type, cells.forms == form)
 
 
-def _uuids(cells: _Cells, kind: PgType, target: _Target, form: Form) -> pa.Array:
+def _uuids(cells: _Cells, kind: PgType, target: _Target, form: SentAs) -> pa.Array:
     values = np.empty((len(cells), UUID_BYTES), dtype=np.uint8)
-    kernel = read_uuids if form == Form.BINARY else parse_uuids
+    kernel = read_uuids if form == SentAs.BINARY else parse_uuids
     target.judge(cells, kind, (kernel(cells.content, cells.places, form, values), 0))
     storage = _filled(values, pa.binary(UUID_BYTES), cells.forms == form)
     if isinstance(target.arrow_type, pa.BaseExtensionType):
@@ -417,9 +417,9 @@ def _uuids(cells: _Cells, kind: PgType, target: _Target, form: Form) -> pa.Array
     return storage
 
 
-def _binaries(cells: _Cells, kind: PgType, target: _Target, form: Form) -> pa.Array:
+def _binaries(cells: _Cells, kind: PgType, target: _Target, form: SentAs) -> pa.Array:
     offsets, buffer = _text_buffers(len(cells), cells.bytes_of(form))
-    if form == Form.BINARY:
+    if form == SentAs.BINARY:
         size, damaged = copy_values(cells.content, cells.places, (form, 0), offsets, buffer)
     else:
         size, damaged = parse_hex(cells.content, cells.places, form, offsets, buffer)
@@ -431,9 +431,9 @@ def _binaries(cells: _Cells, kind: PgType, target: _Target, form: Form) -> pa.Ar
         target.refuse(f"At least one of {len(cells)} values has another length.", kind)
 
 
-def _dates(cells: _Cells, kind: PgType, target: _Target, form: Form) -> pa.Array:
+def _dates(cells: _Cells, kind: PgType, target: _Target, form: SentAs) -> pa.Array:
     days = np.empty(len(cells), dtype=np.int32)
-    if form == Form.BINARY:
+    if form == SentAs.BINARY:
         damaged = read_fixed(cells.content, cells.places, (form, 4), days)
         finite = (days != DAYS_MIN) & (days != DAYS_MAX)
         # No date comes near the end of the range, so this cannot overflow.
@@ -444,9 +444,9 @@ def _dates(cells: _Cells, kind: PgType, target: _Target, form: Form) -> pa.Array
     return _filled(days, target.arrow_type, cells.forms == form)
 
 
-def _times(cells: _Cells, kind: PgType, target: _Target, form: Form) -> pa.Array:
+def _times(cells: _Cells, kind: PgType, target: _Target, form: SentAs) -> pa.Array:
     micros = np.empty(len(cells), dtype=np.int64)
-    if form == Form.BINARY:
+    if form == SentAs.BINARY:
         damaged = read_fixed(cells.content, cells.places, (form, 8), micros)
     else:
         damaged = parse_times(cells.content, cells.places, form, micros)
@@ -455,9 +455,9 @@ def _times(cells: _Cells, kind: PgType, target: _Target, form: Form) -> pa.Array
     return _filled(micros, target.arrow_type, cells.forms == form)
 
 
-def _timestamps(cells: _Cells, kind: PgType, target: _Target, form: Form) -> pa.Array:
+def _timestamps(cells: _Cells, kind: PgType, target: _Target, form: SentAs) -> pa.Array:
     micros = np.empty(len(cells), dtype=np.int64)
-    if form == Form.BINARY:
+    if form == SentAs.BINARY:
         damaged = read_fixed(cells.content, cells.places, (form, 8), micros)
         unfit = shift_timestamps(micros)
     else:
@@ -471,7 +471,7 @@ def _timestamps(cells: _Cells, kind: PgType, target: _Target, form: Form) -> pa.
         target.refuse(f"At least one of {len(cells)} values does not fit.", kind)
 
 
-_SCALARS: Mapping[Codec, Callable[[_Cells, PgType, _Target, Form], pa.Array]] = {
+_SCALARS: Mapping[Codec, Callable[[_Cells, PgType, _Target, SentAs], pa.Array]] = {
     Codec.BOOL: _bools,
     Codec.INT2: _whole,
     Codec.INT4: _whole,

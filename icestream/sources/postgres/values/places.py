@@ -13,7 +13,7 @@ Lengths = npt.NDArray[np.int32]
 Places = tuple[Positions, Lengths, Bytes]
 
 
-class Form(IntEnum):
+class SentAs(IntEnum):
     """How a value was sent; `UNSENT` is a large value that an update did not touch."""
 
     NULL = 0

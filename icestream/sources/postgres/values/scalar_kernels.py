@@ -21,10 +21,10 @@ from icestream.kernels import (
     pointer,
     store_word,
 )
-from icestream.sources.postgres.values.places import Form, Places, Positions
+from icestream.sources.postgres.values.places import Places, Positions, SentAs
 
 UUID_BYTES, _UUID_TEXT_BYTES = 16, 36
-_TEXT = int(Form.TEXT)
+_TEXT = int(SentAs.TEXT)
 _ZERO, _MINUS, _BACKSLASH = (ord(mark) for mark in "0-\\")
 _LOWER_T, _LOWER_F, _LOWER_X = (ord(mark) for mark in "tfx")
 _HEX = np.full(256, -1, dtype=np.int16)

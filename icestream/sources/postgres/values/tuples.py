@@ -13,7 +13,13 @@ import numpy.typing as npt
 
 from icestream.errors import DataRejected
 from icestream.kernels import Bytes
-from icestream.sources.postgres.values.places import Form, Lengths, Positions, new_places, readable
+from icestream.sources.postgres.values.places import (
+    Lengths,
+    Positions,
+    SentAs,
+    new_places,
+    readable,
+)
 from icestream.sources.postgres.values.walk_kernels import count_messages, walk_copy, walk_tuples
 
 
@@ -53,8 +59,8 @@ def copy_tuples(raw: Bytes, columns: int, texts: Collection[int] = ()) -> tuple[
     if messages < 0:
         raise _damaged_copy()
     places = new_places(columns, messages)
-    form_of = np.full(columns, Form.BINARY, dtype=np.uint8)
-    form_of[list(texts)] = Form.TEXT
+    form_of = np.full(columns, SentAs.BINARY, dtype=np.uint8)
+    form_of[list(texts)] = SentAs.TEXT
     rows = walk_copy(content, end, form_of, places)
     if rows < 0:
         raise _damaged_copy()

@@ -7,9 +7,9 @@ and write a zero where a value is not of the wanted form. No read leaves the buf
 import numpy as np
 
 from icestream.kernels import Bytes, int16, int32, kernel, part, pointer
-from icestream.sources.postgres.values.places import Form, Places, Positions
+from icestream.sources.postgres.values.places import Places, Positions, SentAs
 
-_NULL, _TEXT, _BINARY, _UNSENT = (int(form) for form in Form)
+_NULL, _TEXT, _BINARY, _UNSENT = (int(form) for form in SentAs)
 _COPY_DATA = ord("d")
 _SIGNATURE = np.frombuffer(b"PGCOPY\n\xff\r\n\0", dtype=np.uint8)
 _SIGNATURE_BYTES, _HEADER_BYTES = 11, 19

@@ -26,7 +26,7 @@ from icestream.sources.cockroachdb.rows import (
 _SAMPLE_BYTES = 4 * 1024 * 1024
 
 
-class Samples:
+class FileShapes:
     """Files that tell what a table looks like, kept until it was written to.
 
     Thread: the loop's keeps them, those of epochs ask for shapes and tell what was written.
