@@ -211,7 +211,9 @@ class WalSplit(TableSplit):
                     yield from self._rows_of(reader.get_batch(number))
 
     def _rows_of(self, batch: pa.RecordBatch) -> Iterator["_Rows"]:
-        slot, kind, at, seq = (batch.column(n).to_numpy(zero_copy_only=False) for n in range(4))
+        of_relation, kind, at, seq = (
+            batch.column(n).to_numpy(zero_copy_only=False) for n in range(4)
+        )
         inside = (at >= self.lower) & (at < self.upper)
         if self.emptied_at is not None:
             wall, number = self.emptied_at
@@ -220,7 +222,7 @@ class WalSplit(TableSplit):
         offsets = np.frombuffer(messages.buffers()[1], dtype=np.int64)
         content = np.frombuffer(messages.buffers()[2], dtype=np.uint8)
         for number, relation in self.relations.items():
-            chosen = np.flatnonzero(inside & (slot == number))
+            chosen = np.flatnonzero(inside & (of_relation == number))
             if not len(chosen):
                 continue
             yield _Rows(

@@ -182,14 +182,14 @@ def _take_row(
     at, end = span
     if end - at < _ROW_BYTES:
         return _DAMAGED
-    relations, slots, key_edges, keys = tables
+    oids, numbers, key_edges, keys = tables
     rows, content, _ = buffer
     oid = int32(pointer(raw), at + 1) & _UNSIGNED
-    found = np.searchsorted(relations, oid)
-    if found >= relations.size or relations[found] != oid:
+    found = np.searchsorted(oids, oid)
+    if found >= oids.size or oids[found] != oid:
         return _MESSAGE
-    slot = slots[found]
-    if slot < 0 or state[_COMMIT_LSN] < state[_FLOOR]:
+    number = numbers[found]
+    if number < 0 or state[_COMMIT_LSN] < state[_FLOOR]:
         return _NEED_MORE
     row, used, length = state[_ROWS], state[_BYTES], end - at
     if row >= rows.shape[1] or used + length > content.size:
@@ -199,7 +199,7 @@ def _take_row(
         return _DAMAGED
     key = keys[key_edges[found] : key_edges[found + 1]]
     hashed = _key_hash(raw, new if new >= 0 else old, old, key)
-    rows[0, row] = slot
+    rows[0, row] = number
     rows[1, row] = raw[at]
     rows[2, row] = state[_COMMIT_LSN]
     rows[3, row] = used

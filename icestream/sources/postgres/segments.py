@@ -185,7 +185,7 @@ class SegmentWriter:
             with written_later(self._folder):
                 self._file.close()
             self._file = None
-        segment.truncated = {slot: (at, seq) for slot, at, seq in self._truncates if at < upper}
+        segment.truncated = {number: (at, seq) for number, at, seq in self._truncates if at < upper}
         self._truncates = [each for each in self._truncates if each[1] >= upper]
         segment.upper = upper
         if state[State.LAST_LSN]:
@@ -226,17 +226,17 @@ class SegmentWriter:
         self.state[State.BYTES] = used - size
 
     def _write_batches(self, rows: np.ndarray, content: np.ndarray, shares: int) -> None:
-        slot, kind, at, start, length, share, moved = rows
-        numbers = np.arange(len(slot), dtype=np.int64)
+        relation, kind, at, start, length, share, moved = rows
+        numbers = np.arange(len(relation), dtype=np.int64)
         leaving = moved >= 0
         order = np.concatenate([numbers, numbers[leaving]])
         kinds = np.concatenate(
             [np.where(leaving, MOVED_IN, kind), np.full(int(leaving.sum()), MOVED_OUT)]
         )
         target = np.concatenate([share, moved[leaving]]) if shares > 1 else np.zeros(len(order))
-        self._open.moved.update(int(each) for each in np.unique(slot[leaving]))
-        for each in np.unique(slot):
-            size = int(length[slot == each].sum())
+        self._open.moved.update(int(each) for each in np.unique(relation[leaving]))
+        for each in np.unique(relation):
+            size = int(length[relation == each].sum())
             known = self._open.bytes_by_relation
             known[int(each)] = known.get(int(each), 0) + size
         for number in np.unique(target):
@@ -245,7 +245,7 @@ class SegmentWriter:
             chosen = chosen[np.argsort(order[chosen], kind="stable")]
             picked = order[chosen]
             batch = _spool_batch(
-                slot[picked],
+                relation[picked],
                 kinds[chosen],
                 at[picked],
                 self._seq + picked,
@@ -257,7 +257,7 @@ class SegmentWriter:
                 Batch(
                     number=len(self._open.batches),
                     share=int(number) if shares > 1 else -1,
-                    relations=frozenset(int(each) for each in np.unique(slot[picked])),
+                    relations=frozenset(int(each) for each in np.unique(relation[picked])),
                 )
             )
 

@@ -329,11 +329,11 @@ class WalReader:
     def _tables_changed(self) -> None:
         """Rebuild what the walk knows of relations."""
         oids = sorted(self._known)
-        slots = [self._known[oid] for oid in oids]
-        keys = [self.relations[slot].key if slot >= 0 else () for slot in slots]
+        numbers = [self._known[oid] for oid in oids]
+        keys = [self.relations[number].key if number >= 0 else () for number in numbers]
         self._walk_tables = (
             np.array(oids, dtype=np.int64),
-            np.array(slots, dtype=np.int64),
+            np.array(numbers, dtype=np.int64),
             np.cumsum([0, *(len(key) for key in keys)]).astype(np.int64),
             np.array([number for key in keys for number in key], dtype=np.int64),
         )
