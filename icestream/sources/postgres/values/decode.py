@@ -35,6 +35,8 @@ from pyiceberg.types import (
 
 from icestream.errors import DataRejected, SchemaRejected
 from icestream.kernels import WORD_BYTES, Bytes
+from icestream.kernels.arrays import validity
+from icestream.kernels.decimals import DECIMAL_LIMITS
 from icestream.schema import cast_text
 from icestream.sources.postgres.values.array_kernels import (
     count_elements,
@@ -44,7 +46,6 @@ from icestream.sources.postgres.values.array_kernels import (
 )
 from icestream.sources.postgres.values.kinds import Codec, PgType, in_binary
 from icestream.sources.postgres.values.numeric_kernels import (
-    DECIMAL_LIMITS,
     parse_numerics,
     read_numerics,
     show_numerics,
@@ -242,13 +243,8 @@ def _cast(values: pa.Array, arrow_type: pa.DataType) -> pa.Array:
 
 def _filled(values: npt.NDArray[Any], arrow_type: pa.DataType, present: Bytes) -> pa.Array:
     """An Arrow array over these values, null where they are not present."""
-    validity, absent = _validity(present)
-    return pa.Array.from_buffers(arrow_type, len(present), [validity, pa.py_buffer(values)], absent)
-
-
-def _validity(present: npt.NDArray[Any]) -> tuple[pa.Buffer | None, int]:
-    absent = len(present) - int(np.count_nonzero(present))
-    return (pa.py_buffer(np.packbits(present, bitorder="little")) if absent else None), absent
+    buffers = [validity(present), pa.py_buffer(values)]
+    return pa.Array.from_buffers(arrow_type, len(present), buffers)
 
 
 def _strings(cells: _Cells, kind: PgType, target: _Target, form: SentAs) -> pa.Array:
@@ -285,13 +281,11 @@ def _text_buffers(rows: int, size: int) -> tuple[Positions, Bytes]:
 def _variable(
     arrow_type: pa.DataType, buffers: tuple[Positions, Bytes], present: npt.NDArray[Any]
 ) -> pa.Array:
-    validity, absent = _validity(present)
     offsets, content = buffers
     return pa.Array.from_buffers(
         arrow_type,
         len(present),
-        [validity, pa.py_buffer(offsets), pa.py_buffer(content)],
-        absent,
+        [validity(present), pa.py_buffer(offsets), pa.py_buffer(content)],
     )
 
 

@@ -27,7 +27,7 @@ from pyiceberg.types import (
     UUIDType,
 )
 
-from icestream.sources.postgres.values.numeric_kernels import DECIMAL_DIGITS_MAX
+from icestream.kernels.decimals import DECIMAL_DIGITS_MAX
 
 
 class Codec(StrEnum):

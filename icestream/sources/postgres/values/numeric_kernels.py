@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from icestream.kernels import Bytes, int16, kernel, part, pointer
+from icestream.kernels.decimals import negated
 from icestream.sources.postgres.values.places import Places, Positions
 
 Words = npt.NDArray[np.uint64]
 
-DECIMAL_DIGITS_MAX = 38
 _ZERO, _NINE, _MINUS, _POINT, _UPPER_I, _UPPER_N = (ord(mark) for mark in "09-.IN")
 
 # A numeric is a header of four 16-bit numbers and digits to the base 10,000.
@@ -27,17 +27,13 @@ _DISPLAY_SCALE_MASK = 0x3FFF
 
 # Arithmetic on unsigned words: numba makes a float of an unsigned and a signed number.
 _HALF, _MASK = np.uint64(32), np.uint64(0xFFFF_FFFF)
-_ONE, _NONE = np.uint64(1), np.uint64(0)
+_NONE = np.uint64(0)
 _TEN = np.uint64(10)
 _POWERS = np.array([1, 10, 100, 1000, 10_000], dtype=np.uint64)
 # Ten times this, and a digit, still fit one word.
 _ROOMY = np.uint64(10**18)
 # A higher word would overflow when it is multiplied by that power of ten.
 _HIGHS_MAX = np.uint64(2**63 - 1) // _POWERS
-# For each precision the least number that has too many digits, high and low word.
-DECIMAL_LIMITS = np.array(
-    [divmod(10**digits, 2**64) for digits in range(DECIMAL_DIGITS_MAX + 1)], dtype=np.uint64
-)
 
 
 @part
@@ -69,8 +65,7 @@ def _put_decimal(
     if high > limit[0] or (high == limit[0] and low >= limit[1]):
         return False
     if negative:
-        low = ~low + _ONE
-        high = ~high + (_ONE if low == _NONE else _NONE)
+        low, high = negated(low, high)
     words[row, 0] = low
     words[row, 1] = high
     return True

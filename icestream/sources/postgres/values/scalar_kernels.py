@@ -17,19 +17,16 @@ from icestream.kernels import (
     int64,
     kernel,
     load_word,
-    part,
     pointer,
     store_word,
 )
+from icestream.kernels.texts import HEX, copy_span
 from icestream.sources.postgres.values.places import Places, Positions, SentAs
 
 UUID_BYTES, _UUID_TEXT_BYTES = 16, 36
 _TEXT = int(SentAs.TEXT)
 _ZERO, _MINUS, _BACKSLASH = (ord(mark) for mark in "0-\\")
 _LOWER_T, _LOWER_F, _LOWER_X = (ord(mark) for mark in "tfx")
-_HEX = np.full(256, -1, dtype=np.int16)
-for _digit in "0123456789abcdefABCDEF":
-    _HEX[ord(_digit)] = int(_digit, 16)
 _NONE = np.uint64(0)
 _INT64_MIN = -(2**63)
 # The least number of 64 bits without its last digit, which is 8.
@@ -108,34 +105,14 @@ def parse_uuids(content: Bytes, places: Places, form: int, values: Bytes) -> int
                 continue
             if at == 8 or at == 13 or at == 18 or at == 23:
                 at += 1
-            both = _HEX[data[start + at]] * 16 + _HEX[data[start + at + 1]]
-            if _HEX[data[start + at]] < 0 or _HEX[data[start + at + 1]] < 0:
+            both = HEX[data[start + at]] * 16 + HEX[data[start + at + 1]]
+            if HEX[data[start + at]] < 0 or HEX[data[start + at + 1]] < 0:
                 damaged += 1
                 fine = False
             else:
                 values[row, place] = both
             at += 2
     return damaged
-
-
-@part
-def _copy(data: Bytes, span: tuple[int, int, int], target: Bytes, size: int) -> int:
-    """Write these bytes as they are; returns the target's new size.
-
-    Whole words, because most texts are one or two. What the last one holds too much is
-    overwritten by the next text, and the target has a word to spare for the last text. Words are
-    read up to the position `span[2]`.
-    """
-    position, end, last = span
-    while position < end and position <= last:
-        store_word(target, size, load_word(data, position))
-        position += WORD_BYTES
-        size += WORD_BYTES
-    while position < end:
-        target[size] = data[position]
-        position += 1
-        size += 1
-    return size - (position - end)
 
 
 @kernel
@@ -158,7 +135,7 @@ def copy_values(
             if prefix and (start == end or data[start] != 1):
                 damaged += 1
             else:
-                size = _copy(data, (start + prefix, end, last), target, size)
+                size = copy_span(data, (start + prefix, end, last), target, size)
     offsets[forms.size] = size
     return size, damaged
 
@@ -181,7 +158,7 @@ def parse_hex(
             continue
         wrong = False
         for at in range(start + 2, start + length, 2):
-            high, low = _HEX[data[at]], _HEX[data[at + 1]]
+            high, low = HEX[data[at]], HEX[data[at + 1]]
             wrong |= high < 0 or low < 0
             values[size] = (high * 16 + low) & 255
             size += 1
