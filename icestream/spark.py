@@ -407,15 +407,19 @@ def in_session(spark: SparkSession, frame: DataFrame) -> DataFrame:
 
 def as_column(spark: SparkSession, expression: Any) -> Column:
     """An expression of an analysed plan, for frames that have the columns it refers to."""
-    jvm: Any = spark._jvm
-    return ClassicColumn(jvm.org.apache.spark.sql.classic.ExpressionUtils.column(expression))
+    utils = _java_class(spark, "org.apache.spark.sql.classic.ExpressionUtils")
+    return ClassicColumn(utils.column(expression))
 
 
 def contains(spark: SparkSession, expression: Any, pattern: str) -> bool:
     """Whether an expression of a plan has a part of a kind that Spark's planner has a name for."""
-    jvm: Any = spark._jvm
-    known = jvm.org.apache.spark.sql.catalyst.trees.TreePattern
+    known = _java_class(spark, "org.apache.spark.sql.catalyst.trees.TreePattern")
     return bool(expression.containsPattern(getattr(known, pattern)()))
+
+
+def _java_class(spark: SparkSession, name: str) -> Any:
+    """A class by its whole name: part by part, the JVM would look into all jars for each part."""
+    return getattr(spark._jvm, name)
 
 
 def _failed_expression(error: PySparkException) -> str | None:
