@@ -390,7 +390,27 @@ def as_rows(batches: Iterable[pa.RecordBatch]) -> Iterator[Row]:
 
 def parsed(spark: SparkSession, text: str) -> Any:
     """What Spark's parser makes of a query: a plan in the JVM. Nothing is looked up or run."""
-    return spark._jsparkSession.sessionState().sqlParser().parsePlan(text)
+    with _active(spark):
+        return spark._jsparkSession.sessionState().sqlParser().parsePlan(text)
+
+
+@contextmanager
+def _active(spark: SparkSession) -> Iterator[None]:
+    """Let the session's settings hold in this thread.
+
+    A session's own parser asks for those of whichever session is active, and in a thread that has
+    run no query that is another one.
+    """
+    sessions = _java_class(spark, "org.apache.spark.sql.classic.SparkSession")
+    before = sessions.getActiveSession()
+    sessions.setActiveSession(spark._jsparkSession)
+    try:
+        yield
+    finally:
+        if before.isDefined():
+            sessions.setActiveSession(before.get())
+        else:
+            sessions.clearActiveSession()
 
 
 def analysed(frame: DataFrame) -> Any:
