@@ -1,6 +1,11 @@
-"""Reading the lake with something that is not icestream: Spark SQL through Iceberg's own reader."""
+"""Reading the lake with something that is not icestream: Spark SQL through Iceberg's own reader.
+
+What a table says of itself (snapshots, branches and tags) is read by Iceberg's library: a query of
+Spark's over so little costs a hundred times as much.
+"""
 
 import itertools
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,10 +41,30 @@ class Lake:
 
     def snapshots(self, name: str) -> list[dict[str, Any]]:
         """All snapshots in the order they were committed, each with its summary."""
-        return self.sql(
-            f"SELECT snapshot_id, parent_id, operation, summary FROM {self.table(name)}.snapshots "
-            "ORDER BY committed_at"
-        )
+        found = self.metadata(name).get("snapshots", [])
+        return [
+            {
+                "snapshot_id": each["snapshot-id"],
+                "parent_id": each.get("parent-snapshot-id"),
+                "operation": each["summary"].pop("operation"),
+                "summary": each["summary"],
+            }
+            for each in sorted(found, key=lambda each: each["timestamp-ms"])
+        ]
+
+    def references(self, name: str) -> dict[str, int]:
+        """Branches and tags of a table, each with the snapshot it stands for."""
+        found = self.metadata(name).get("refs", {})
+        return {reference: each["snapshot-id"] for reference, each in found.items()}
+
+    def metadata(self, name: str) -> dict[str, Any]:
+        """A table's metadata as the catalog has it now, by the names of Iceberg's format."""
+        jvm: Any = self.spark._jvm
+        load = getattr(jvm, "org.apache.iceberg.spark.Spark3Util").loadIcebergTable
+        as_json = getattr(jvm, "org.apache.iceberg.TableMetadataParser").toJson
+        table = load(self.spark._jsparkSession, self.table(name))
+        found: dict[str, Any] = json.loads(as_json(table.operations().current()))
+        return found
 
     def epochs(self, name: str) -> list[dict[str, Any]]:
         """The snapshots that publish an epoch: claims and foreign ones are left out."""

@@ -48,17 +48,11 @@ def ancestry(lake: Lake, name: str) -> list[Row]:
     """The snapshots of the branch from the first to its head; undone ones are not among them."""
     by_id = {snapshot["snapshot_id"]: snapshot for snapshot in lake.snapshots(name)}
     chain: list[Row] = []
-    at = references(lake, name).get(BRANCH)
+    at = lake.references(name).get(BRANCH)
     while at is not None:
         chain.append(by_id[at])
         at = by_id[at]["parent_id"]
     return chain[::-1]
-
-
-def references(lake: Lake, name: str) -> dict[str, int]:
-    """Branches and tags of a table, each with the snapshot it stands for."""
-    rows = lake.sql(f"SELECT name, snapshot_id FROM {lake.table(name)}.refs")
-    return {row["name"]: row["snapshot_id"] for row in rows}
 
 
 def published(lake: Lake, name: str) -> list[Row]:
@@ -103,7 +97,7 @@ def _assert_table(
     _must(len(found) == len(set(found)), name, f"it has a snapshot twice: {found}")
     _assert_summaries(name, history, snapshots)
     own = [s["snapshot_id"] for s in history if s["summary"].get("icestream.pipeline") == PIPELINE]
-    _must(references(lake, name).get(TAG) == own[-1], name, "its tag is not at the last commit")
+    _must(lake.references(name).get(TAG) == own[-1], name, "its tag is not at the last commit")
     times = {hlc(at): at for at in feed.published(table)}
     # What others committed since the last epoch must not have changed what is in the table.
     heads = [*((s["snapshot_id"], times[at]) for s, at in zip(snapshots, found, strict=True))]

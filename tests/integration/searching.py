@@ -89,18 +89,11 @@ class Search:
 
     def sequence_number(self, table: str = TABLE) -> int:
         """The table's last sequence number."""
-        ((found,),) = [
-            row.values()
-            for row in self.sql(
-                f"SELECT max(latest_sequence_number) FROM {table}.metadata_log_entries"
-            )
-        ]
-        return int(found)
+        return int(self.lake.metadata(table)["last-sequence-number"])
 
     def snapshot_ids(self, table: str = TABLE) -> list[int]:
         """The table's snapshots, oldest first."""
-        found = self.sql(f"SELECT snapshot_id FROM {table}.snapshots ORDER BY committed_at")
-        return [row["snapshot_id"] for row in found]
+        return [each["snapshot_id"] for each in self.lake.snapshots(table)]
 
     def expected(self, table: str = TABLE, key: tuple[str, ...] = ("id",)) -> dict[str, Document]:
         """The documents that a table's rows are, by their ids."""

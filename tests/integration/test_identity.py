@@ -36,7 +36,7 @@ def strangers_table(lake: Lake, name: str) -> list[dict[str, Any]]:
 
 
 def snapshots(lake: Lake, name: str) -> int:
-    return len(lake.sql(f"SELECT * FROM {lake.table(name)}.snapshots"))
+    return len(lake.snapshots(name))
 
 
 def assert_holds(lake: Lake, name: str, feed: RandomFeed, resolved: Any) -> None:

@@ -63,10 +63,7 @@ def test_exactly_the_new_rows_are_there_after_a_truncate_and_the_old_ones_behind
     assert summary["icestream.delete-files"] == "0"
     assert summary["total-records"] == "2"
     assert summary["total-equality-deletes"] == "0"
-    tag = local.sql(
-        f"SELECT snapshot_id FROM {local.table('shop.orders')}.refs WHERE name = 'icestream-hand'"
-    )
-    assert tag == [{"snapshot_id": snapshot["snapshot_id"]}]
+    assert local.references("shop.orders")["icestream-hand"] == snapshot["snapshot_id"]
     fed.commit({"orders": [put(id=9, region="us"), gone(id=1), put(id=3, region="eu")]})
     assert rows_of(local, "shop.orders") == {9: "us", 3: "eu"}
 
