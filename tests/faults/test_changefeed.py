@@ -1,4 +1,7 @@
-"""Kill -9 of a pipeline that reads a changefeed's topics: between and in epochs, and at random."""
+"""A pipeline that reads a changefeed's topics dies: between and in epochs, and at random.
+
+Everywhere by a crash in this process, at the swap by kill -9 of a real one.
+"""
 
 from collections.abc import Callable, Iterator
 
@@ -16,6 +19,12 @@ KILLS = 3
 CRASHES = 4
 # With the second pass one of two tables, or one of several epochs, is behind the place already.
 SECOND_PASS = {failpoints.AFTER_WRITE, failpoints.BEFORE_PUBLISH}
+AROUND_THE_COMMIT = (
+    failpoints.AFTER_WRITE,
+    failpoints.BEFORE_PUBLISH,
+    failpoints.AFTER_PUBLISH,
+    failpoints.AFTER_COMMIT,
+)
 
 
 @pytest.fixture(scope="module")
@@ -36,15 +45,28 @@ def die(victim: FeedVictim, *places: str) -> None:
     victim.assert_equal()
 
 
-def test_every_timestamp_is_one_snapshot_although_the_pipeline_is_killed_everywhere(
+def test_every_timestamp_is_one_snapshot_although_the_pipeline_crashes_everywhere(
     make_victim: MakeVictim,
 ):
     """C2, C4, E3: before, during and after the commit, with one of two tables committed."""
-    after_the_swap = (failpoints.AFTER_PUBLISH, failpoints.AFTER_COMMIT)
-    die(
-        make_victim(here=False),
-        *(failpoints.AFTER_WRITE, failpoints.BEFORE_PUBLISH, *after_the_swap),
-    )
+    die(make_victim(here=True), *AROUND_THE_COMMIT)
+
+
+def test_every_timestamp_is_one_snapshot_although_the_pipeline_is_killed_at_the_swap(
+    make_victim: MakeVictim,
+):
+    """C2, C4, E3: a process and its JVM die with one of two tables committed."""
+    die(make_victim(here=False), failpoints.BEFORE_PUBLISH)
+
+
+@pytest.mark.long(
+    kept_by="test_every_timestamp_is_one_snapshot_although_the_pipeline_crashes_everywhere"
+)
+def test_every_timestamp_is_one_snapshot_although_the_pipeline_is_killed_everywhere(
+    make_victim: MakeVictim,
+):
+    """C2, C4, E3: the same places, by kill -9."""
+    die(make_victim(here=False), *AROUND_THE_COMMIT)
 
 
 def test_random_crashes_leave_one_snapshot_for_each_timestamp(make_victim: MakeVictim):

@@ -53,6 +53,14 @@ def die_everywhere_in_the_stream(victim: DatabaseVictim) -> None:
     victim.assert_equal()
 
 
+def die_at_the_swap(victim: DatabaseVictim, *places: str) -> None:
+    with victim.changing(seed=3):
+        for place in places:
+            victim.run_until_killed(place, 2)
+    victim.finish()
+    victim.assert_equal()
+
+
 def test_a_copy_that_crashes_everywhere_loses_and_doubles_nothing(make_victim: MakeVictim):
     """P3, P4: whatever was committed stays, the rest is read again beside the stream."""
     die_everywhere_in_the_copy(make_victim(here=True))
@@ -69,13 +77,8 @@ def test_random_crashes_lose_and_double_nothing(make_victim: MakeVictim):
 
 
 def test_kill_9_at_the_swap_loses_and_doubles_nothing(make_victim: MakeVictim):
-    """P3, P6, E3: a process and its JVM die around a swap, in the copy and in the stream."""
-    victim = make_victim(here=False)
-    with victim.changing(seed=3):
-        victim.run_until_killed(failpoints.BEFORE_PUBLISH, 2)
-        victim.run_until_killed(failpoints.AFTER_PUBLISH, 2)
-    victim.finish()
-    victim.assert_equal()
+    """P3, P6, E3: a process and its JVM die in the copy, and never hear of what they committed."""
+    die_at_the_swap(make_victim(here=False), failpoints.AFTER_PUBLISH)
 
 
 @pytest.mark.long(kept_by="test_a_copy_that_crashes_everywhere_loses_and_doubles_nothing")

@@ -214,6 +214,9 @@ def test_a_broker_runs_on_the_packaged_java(
         assert consumed(broker, "orders", 1) == [b"first"]
 
 
+@pytest.mark.long(
+    kept_by="tests/integration/test_kafka_client.py::test_a_topic_created_anew_has_another_id"
+)
 def test_a_topic_is_widened_deleted_and_created_anew(broker: KafkaBroker) -> None:
     broker.create_topic("widened", config={"cleanup.policy": "compact"})
     broker.add_partitions("widened", 3)
@@ -329,6 +332,10 @@ def test_a_refused_object_is_asked_for_again_by_the_client(store: S3Server) -> N
 # Catalog and store together
 
 
+@pytest.mark.long(
+    kept_by="tests/faults/test_lost_answers.py::"
+    "test_a_commit_whose_answer_is_wrong_or_lost_lands_exactly_once"
+)
 def test_rows_written_through_both_proxies_are_read_back(store: S3Server, tmp_path: Path) -> None:
     with Proxy(store.endpoint) as store_proxy:
         storage = store.iceberg_properties(endpoint=store_proxy.url)
