@@ -7,8 +7,8 @@ PYTEST := $(BIN)/python -m pytest
 BUDGET ?= 5
 KILLS ?= 10
 TESTS := tests/unit tests/property tests/integration tests/faults
-# The longest files first, as tests/durations.json has them, and not those of the most tests.
-BOTH_CORES := -n 2 --dist loadfile --no-loadscope-reorder
+# Each process has half of the files at first; who is done takes tests over from the other.
+BOTH_CORES := -n 2 --dist worksteal
 SEED ?=
 
 .PHONY: help setup lock check fix test test-durations test-long test-unit test-servers test-faults sim bench docs demo servers clean

@@ -7,6 +7,7 @@ own.
 
 import os
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from icestream.spark import session
 from tests.examples import tries
 from tests.lake import Lake
 from tests.order import Stopwatch, durations, longest_first
+from tests.running import QUICK, compiled_plans, spark_jobs
 from tests.servers import KafkaBroker, OpenSearch, RestCatalog, S3Server, running
 
 # No test depends on how busy the machine is. What is compiled at its first call is slow once.
@@ -66,12 +68,31 @@ def passes_are_counted_anew() -> None:
     failpoints._passes.clear()
 
 
+@pytest.fixture(autouse=True)
+def where_tasks_run(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Jobs of Spark's where a test asks for them, this process elsewhere."""
+    asked = request.node.get_closest_marker("spark_jobs") is not None
+    with spark_jobs() if asked else nullcontext():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def how_plans_run(request: pytest.FixtureRequest) -> Iterator[None]:
+    """As the product has it where a test asks for that, and without compiling them elsewhere."""
+    asked = request.node.get_closest_marker("compiled_plans") is not None
+    with compiled_plans(request.getfixturevalue("spark")) if asked else nullcontext():
+        yield
+
+
 @pytest.fixture(scope="session")
 def spark() -> Iterator[SparkSession]:
     """A session with every jar that a test's catalog may need."""
     os.environ.setdefault("PYTHONPATH", str(Path(__file__).parent.parent))
     jars_for = [{"uri": "jdbc:sqlite:", "warehouse": "s3://lake"}]
     spark = session(jars_for, "local[2]", SPARK_SETTINGS)
+    # Selects have sessions of their own, which begin with the product's settings.
+    for name, value in QUICK.items():
+        spark.conf.set(name, value)
     yield spark
     spark.stop()
 

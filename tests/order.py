@@ -1,7 +1,8 @@
 """The order of the test files: those that take longest come first.
 
-Two processes share the files of `make test`. A long file that comes last keeps one of them busy
-while the other has nothing to do. `durations.json` says how many seconds each file took;
+Two processes share the tests of `make test`. Each begins with half of them, and who is done takes
+over some of the other's last ones. A long test that comes last keeps one process busy while the
+other has nothing to do. `durations.json` says how many seconds each file took;
 `make test-durations` measures again. A file that is not listed is taken for a long one if it needs
 servers.
 """

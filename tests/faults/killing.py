@@ -28,6 +28,7 @@ from icestream.spark import session
 from tests.faults.crashing import crashes
 from tests.faults.shop import SPARK, Process, random_seed
 from tests.lake import Lake
+from tests.running import for_pipelines
 from tests.servers import wait_until
 
 KILLS_EACH = 10
@@ -136,7 +137,7 @@ class Victim:
 
     def _crashes(self, failpoint: str) -> bool:
         config = parse({self.place.name: dict(self.pipeline())}).pipelines[0]
-        return crashes(open_pipeline(config, self.place.lake.spark), failpoint)
+        return crashes(open_pipeline(config, for_pipelines(self.place.lake.spark)), failpoint)
 
     def _run_as_process(self, failpoint: str) -> bool:
         file = self._folder() / "pipelines.yaml"

@@ -24,6 +24,7 @@ from tests.faults.checking import FOREIGN_IDS_FROM, PIPELINE, assert_exact, publ
 from tests.lake import Lake
 from tests.oracle import RandomFeed
 from tests.proxy import Proxy
+from tests.running import for_pipelines
 from tests.servers import RestCatalog
 
 REPOSITORY = Path(__file__).parents[2]
@@ -79,7 +80,7 @@ class Shop:
 
     def pipeline(self) -> Pipeline:
         """A new run of the pipeline, not started yet."""
-        return open_pipeline(self.config(), self.lake.spark)
+        return open_pipeline(self.config(), for_pipelines(self.lake.spark))
 
     def run(self) -> None:
         """Run once in this process."""

@@ -18,6 +18,8 @@ from tests.faults.checking import PIPELINE, exists, resolved
 from tests.faults.conftest import MakeShop
 from tests.faults.shop import Shop
 
+pytestmark = pytest.mark.spark_jobs
+
 Alter = Callable[[Sequence[Report], Sequence[Report]], Sequence[Report]]
 
 

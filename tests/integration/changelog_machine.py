@@ -14,8 +14,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,14 +31,9 @@ from icestream.sources.iceberg.changelog import Changelog, changelog
 from icestream.spark import session
 from tests.integration.equality_deletes import commit_by_hand
 from tests.lake import Lake
+from tests.running import QUICK
 
 NAMESPACE = "plays"
-# Tables of a few rows: making plans and compiling them is all that takes time.
-QUICK = {
-    "spark.sql.codegen.wholeStage": "false",
-    "spark.sql.adaptive.enabled": "false",
-    "spark.sql.shuffle.partitions": "1",
-}
 STEPS_MAX = 9
 ID = 1
 
@@ -649,19 +643,6 @@ def opened(spark: SparkSession, folder: Path) -> tuple[Lake, Catalog]:
     properties = {"type": "hadoop", "warehouse": str(folder)}
     hadoop = spark._jsparkSession.sessionState().newHadoopConf()
     return Lake(spark, properties), Catalog(spark._jvm, hadoop, properties)
-
-
-@contextmanager
-def quick(spark: SparkSession) -> Iterator[None]:
-    """Let a session not compile what runs once."""
-    before = {name: spark.conf.get(name) for name in QUICK}
-    for name, value in QUICK.items():
-        spark.conf.set(name, value)
-    try:
-        yield
-    finally:
-        for name, kept in before.items():
-            spark.conf.set(name, kept or "")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -16,6 +16,7 @@ from icestream import cli, patience
 from icestream import spark as sessions
 from icestream.config import open_pipeline, parse
 from icestream.pipeline import Pipeline
+from tests.running import for_pipelines
 
 _catalogs = itertools.count()
 
@@ -52,7 +53,7 @@ def document(
 def run_once(spark: SparkSession, pipelines: Document) -> Pipeline:
     """Run the only pipeline of a file until all that is there is committed."""
     config = parse(pipelines)
-    started = open_pipeline(config.pipelines[0], spark)
+    started = open_pipeline(config.pipelines[0], for_pipelines(spark))
     started.run(once=True)
     return started
 
@@ -86,8 +87,8 @@ class Shell:
         self.folder = folder
         self._capfd = capfd
         # A session takes seconds to start, and one process can have only one.
-        monkeypatch.setattr(cli, "open_session", lambda *_: _Kept(spark))
-        monkeypatch.setattr(sessions, "session", lambda *_: _Kept(spark))
+        monkeypatch.setattr(cli, "open_session", lambda *_: _Kept(for_pipelines(spark)))
+        monkeypatch.setattr(sessions, "session", lambda *_: _Kept(for_pipelines(spark)))
 
     def __call__(self, *arguments: str) -> Answer:
         """Run one command and say what it returned and printed."""
@@ -120,7 +121,7 @@ class Shell:
 class _Kept:
     """A session that outlives the command that was given it."""
 
-    def __init__(self, spark: SparkSession):
+    def __init__(self, spark: Any):
         self._spark = spark
 
     def __getattr__(self, name: str) -> Any:

@@ -19,6 +19,7 @@ from icestream.pipeline import Pipeline
 from icestream.samples.postgres import EmbeddedPostgres
 from tests.integration.pipelines import Document
 from tests.lake import Lake
+from tests.running import for_pipelines
 from tests.servers import wait_until
 
 # A busy machine is no reason to fail.
@@ -111,7 +112,7 @@ class World:
 
     def open(self, pipelines: Document) -> Pipeline:
         """The pipeline of a file, not yet running."""
-        return open_pipeline(parse(pipelines).pipelines[0], self.spark)
+        return open_pipeline(parse(pipelines).pipelines[0], for_pipelines(self.spark))
 
     def run(self, tables: Sequence[str], **options: Any) -> Pipeline:
         """Take all that is there now."""

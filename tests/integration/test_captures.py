@@ -85,6 +85,7 @@ def published(changes: Sequence[Captured], resolved: Sequence[Hlc], table: str) 
     return [upper for lower, upper in spans if any(lower < at <= upper for at in times)]
 
 
+@pytest.mark.spark_jobs
 @pytest.mark.parametrize("name", WITH_UPDATED)
 def test_each_resolved_timestamp_of_a_capture_is_one_snapshot_with_exactly_its_rows(
     name: str, spark: SparkSession, embedded: dict[str, str], local: Lake, tmp_path: Path

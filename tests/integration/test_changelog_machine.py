@@ -1,13 +1,12 @@
 """A fixed number of random plays; `python -m tests.integration.changelog_machine` goes on."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from pyspark.sql import SparkSession
 
 from icestream.sources.iceberg import changelog, rewritten
-from tests.integration.changelog_machine import opened, play, quick
+from tests.integration.changelog_machine import opened, play
 
 # Each way in which rows of a large step are compared has its turn among three.
 PLAYS = 3
@@ -16,26 +15,19 @@ FIRST_SEED = 1
 LARGE_BYTES = changelog._LARGE_BYTES
 
 
-@pytest.fixture
-def quick_spark(spark: SparkSession) -> Iterator[SparkSession]:
-    """The session, for tables of a few rows."""
-    with quick(spark):
-        yield spark
-
-
 def test_every_changelog_leads_from_one_state_to_the_next(
-    quick_spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """O3, O4, O5, O7: whatever a few seeds bring."""
-    play_seeds(range(FIRST_SEED, FIRST_SEED + PLAYS), quick_spark, tmp_path, monkeypatch)
+    play_seeds(range(FIRST_SEED, FIRST_SEED + PLAYS), spark, tmp_path, monkeypatch)
 
 
 @pytest.mark.long(kept_by="test_every_changelog_leads_from_one_state_to_the_next")
 def test_every_changelog_of_many_seeds_leads_from_one_state_to_the_next(
-    quick_spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """O3, O4, O5, O7: whatever many seeds bring."""
-    play_seeds(range(FIRST_SEED, FIRST_SEED + LONG_PLAYS), quick_spark, tmp_path, monkeypatch)
+    play_seeds(range(FIRST_SEED, FIRST_SEED + LONG_PLAYS), spark, tmp_path, monkeypatch)
 
 
 def play_seeds(

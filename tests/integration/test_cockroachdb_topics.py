@@ -153,6 +153,7 @@ def test_each_resolved_timestamp_of_a_capture_is_one_snapshot_with_exactly_its_r
     world.assert_equal()
 
 
+@pytest.mark.spark_jobs
 def test_a_random_changefeed_is_followed_through_restarts(world: World):
     """C2, C3, C4, E3: late rows, duplicates, markers that lag, new partitions."""
     world.create("one", 2)

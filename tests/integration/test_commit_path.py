@@ -56,6 +56,7 @@ def test_committing_neither_lists_storage_nor_reads_data_or_delete_files(
     assert lists == []
 
 
+@pytest.mark.spark_jobs
 def test_an_epoch_of_200_tables_is_one_spark_job_and_one_commit_per_table(
     spark: SparkSession, embedded: dict[str, str], local: Lake, tmp_path: Path
 ) -> None:

@@ -39,6 +39,7 @@ DEBEZIUM = {"value": {"format": "json", "envelope": "debezium"}}
 UPSERT = {"value": {"envelope": "upsert"}}
 
 
+@pytest.mark.spark_jobs
 def test_a_debezium_topic_becomes_a_table(topics):
     """K1, K3, K7: inserts, updates, deletes, tombstones; the table is made from the records."""
     topics.create("orders", 3)
@@ -88,6 +89,7 @@ def test_a_partition_without_records_leaves_the_time_open(topics):
     assert "icestream.valid-through" not in topics.epochs("orders")[-1]["summary"]
 
 
+@pytest.mark.spark_jobs
 @pytest.mark.parametrize("partitions", [4, 64])
 def test_random_upserts_end_as_the_log_says(topics, partitions):
     """K1, E3: many runs over a growing log of inserts, updates and deletes."""
@@ -721,6 +723,7 @@ def event_schema(*more: dict) -> dict:
     }
 
 
+@pytest.mark.spark_jobs
 def test_avro_events_of_debezium_become_rows(topics):
     """K3, I11: keys too; a new schema version adds its column in the middle of an epoch."""
     topics.create("orders", 2)

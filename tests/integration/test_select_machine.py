@@ -1,11 +1,7 @@
 """A fixed number of random plays; `python -m tests.integration.select_machine` goes on."""
 
-from collections.abc import Iterator
-
 import pytest
-from pyspark.sql import SparkSession
 
-from tests.integration.changelog_machine import quick
 from tests.integration.select_machine import play
 from tests.integration.topics import Topics
 
@@ -14,16 +10,7 @@ SEEDS = (1,)
 MANY_SEEDS = range(1, 11)
 
 
-@pytest.fixture
-def quick_spark(spark: SparkSession) -> Iterator[SparkSession]:
-    """The session, for tables of a few rows."""
-    with quick(spark):
-        yield spark
-
-
-def test_every_epoch_of_a_select_is_the_select_over_the_source(
-    quick_spark: SparkSession, topics: Topics
-) -> None:
+def test_every_epoch_of_a_select_is_the_select_over_the_source(topics: Topics) -> None:
     """E11, E3, E10, P7, Mend h1, h2, h3: whatever a seed brings."""
     for seed in SEEDS:
         assert play(seed, topics)
@@ -31,7 +18,7 @@ def test_every_epoch_of_a_select_is_the_select_over_the_source(
 
 @pytest.mark.long(kept_by="test_every_epoch_of_a_select_is_the_select_over_the_source")
 def test_every_epoch_of_a_select_is_the_select_over_the_source_with_many_seeds(
-    quick_spark: SparkSession, topics: Topics
+    topics: Topics,
 ) -> None:
     """E11, E3, E10, P7, Mend h1, h2, h3: whatever many seeds bring."""
     for seed in MANY_SEEDS:

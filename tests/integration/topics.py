@@ -11,6 +11,7 @@ from icestream.config import open_pipeline, parse
 from icestream.pipeline import Pipeline
 from tests.integration.pipelines import Document
 from tests.lake import Lake
+from tests.running import for_pipelines
 from tests.servers import KafkaBroker
 
 NAMESPACE = "shop"
@@ -122,7 +123,7 @@ class Topics:
 
     def pipeline(self, document: Document) -> Pipeline:
         """A new run of the only pipeline, not started yet."""
-        return open_pipeline(parse(document).pipelines[0], self._spark)
+        return open_pipeline(parse(document).pipelines[0], for_pipelines(self._spark))
 
     def run(self, document: Document) -> Pipeline:
         """Run until all that is there is committed."""
