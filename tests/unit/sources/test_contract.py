@@ -105,6 +105,7 @@ class NearlyFrame:
     size_bytes = 1
     table = "t"
     identified = True
+    columns = ()
 
     def frame(self) -> None:
         return None
