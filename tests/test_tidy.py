@@ -401,6 +401,18 @@ def test_tests_do_not_sleep():
     assert wrong == []
 
 
+def test_the_rule_of_waiting_alone_sleeps():
+    """Who tries again, and how long, is said once (`patience`); samples start servers of others."""
+    wrong = [
+        place(path, node.lineno)
+        for path in python_files(PACKAGE)
+        if module_name(path) != "patience" and not module_name(path).startswith("samples")
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("time.sleep", "sleep")
+    ]
+    assert wrong == []
+
+
 def test_what_a_test_changes_in_the_program_has_its_reason_beside_it():
     """A patched part or a skipped test hides something; a reader must learn why it may."""
     changing = re.compile(r"\b(monkeypatch|patch)\.\w+\(|\bskipif\(|\bpytest\.skip\(")

@@ -4,12 +4,12 @@ Where keys may be in several partitions, these are cut at common times instead: 
 """
 
 import logging
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from icestream.errors import IcestreamError
 from icestream.frontier import Frontier
+from icestream.patience import let_pass
 from icestream.sources.kafka.client import Topic
 from icestream.sources.kafka.growth import (
     GRACE_MS,
@@ -205,7 +205,7 @@ class Boundaries:
         ]
         if not names:
             return ends
-        time.sleep(SETTLE_SECONDS)
+        let_pass(SETTLE_SECONDS)
         partitions = [partition_parts(name)[:2] for name in names]
         bounds = self._run.cluster.bounds(partitions)
         later = self._offsets_at(

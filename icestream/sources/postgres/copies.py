@@ -9,7 +9,6 @@ How the pages are cut and read is in `backfill`.
 
 import contextlib
 import logging
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +17,7 @@ from icestream import failpoints
 from icestream.epoch import Epoch
 from icestream.errors import IcestreamError, NeedsOperator, SourceUnavailable
 from icestream.frontier import Frontier, Position
+from icestream.patience import Deadline
 from icestream.sources import Split
 from icestream.sources.postgres.backfill import (
     LOCK_SECONDS,
@@ -50,7 +50,6 @@ from icestream.sources.postgres.tables import PgTable
 
 log = logging.getLogger(__name__)
 
-_POLL_SECONDS = 0.05
 # A transaction may be in the stream before it is over for other sessions; that ends soon.
 _SNAPSHOT_ATTEMPTS_MAX = 100
 # How long one look for changes waits for transactions that hold up a copy, before it says so.
@@ -209,12 +208,12 @@ class Copies:
     def _hold(self, tables: Sequence[PgTable], exported: str | None = None) -> Holder:
         """Locks on tables and a snapshot; nothing is held while a lock cannot be had."""
         names = [(table.schema, table.relation) for table in tables]
-        deadline = time.monotonic() + LOCK_SECONDS
+        deadline = Deadline(LOCK_SECONDS)
         while True:
             try:
                 return Holder(self._run.server.dsn, names, exported)
             except LockTimeout:
-                if time.monotonic() > deadline:
+                if deadline.passed:
                     raise
             self._run.pause()
 
@@ -283,18 +282,18 @@ class Copies:
 
     def _stream_until_settled(self, at: Frontier, table: PgTable) -> Sequence[Frontier]:
         """Bounds of the stream while a copy waits for transactions; no lock is held meanwhile."""
-        deadline = time.monotonic() + _SETTLE_SECONDS_MAX
+        deadline = Deadline(_SETTLE_SECONDS_MAX)
         while True:
             pids = self._run.server.publications.running(self._published_at)
             if pids is None:
                 self._settled, self.trouble = True, None
                 return []
             bounds = self._stream.bounds(at, 0)
-            if time.monotonic() > deadline:
+            if deadline.passed:
                 self.trouble = waiting(table.name, pids)
             if bounds or self.trouble is not None:
                 return bounds
-            time.sleep(_POLL_SECONDS)
+            deadline.look_again()
 
     def _begin_later(self, at: Frontier, table: PgTable) -> _LaterRound:
         """Pin a snapshot that holds all that was streamed up to `at`."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pyiceberg.types import IcebergType
 
 from icestream.errors import ConfigInvalid, HistoryLost, SourceUnavailable
+from icestream.patience import POLL_SECONDS
 from icestream.schema import parse_type
 from icestream.sources import Budget
 from icestream.sources.postgres.changes import COPY_TABLE_ANEW
@@ -17,8 +18,6 @@ from icestream.sources.postgres.server import Server
 from icestream.sources.postgres.tables import PgTable
 
 log = logging.getLogger(__name__)
-
-_POLL_SECONDS = 0.05
 
 
 class FollowedTables:
@@ -126,7 +125,7 @@ class PostgresRun:
 
     def pause(self) -> None:
         """A moment between two looks; raises when the run is being stopped."""
-        if self.stopping.wait(_POLL_SECONDS):
+        if self.stopping.wait(POLL_SECONDS):
             raise SourceUnavailable("the run is being stopped")
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from icestream import metrics
 from icestream.errors import ConfigInvalid, HistoryLost, IcestreamError, SourceUnavailable
+from icestream.patience import Deadline
 from icestream.sources.postgres.connection import (
     Connection,
     Dsn,
@@ -27,7 +28,6 @@ SLOT_SECONDS_MAX = 600.0
 _SAFE_SHARE_MIN = 0.25
 # A reader that has just ended may hold the slot for a moment.
 _FREE_SECONDS_MAX = 5.0
-_POLL_SECONDS = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,9 +106,9 @@ class ReplicationSlot:
 
     def free(self) -> Slot | None:
         """The slot, once the server has noticed that its last reader is gone."""
-        deadline = time.monotonic() + _FREE_SECONDS_MAX
-        while (slot := self.look()) and slot.active and time.monotonic() < deadline:
-            time.sleep(_POLL_SECONDS)
+        deadline = Deadline(_FREE_SECONDS_MAX)
+        while (slot := self.look()) and slot.active and deadline.look_again():
+            pass
         return slot
 
     def create(self, stopping: threading.Event) -> tuple[Connection, int, str]:
