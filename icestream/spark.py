@@ -390,12 +390,12 @@ def as_rows(batches: Iterable[pa.RecordBatch]) -> Iterator[Row]:
 
 def parsed(spark: SparkSession, text: str) -> Any:
     """What Spark's parser makes of a query: a plan in the JVM. Nothing is looked up or run."""
-    with _active(spark):
+    with active(spark):
         return spark._jsparkSession.sessionState().sqlParser().parsePlan(text)
 
 
 @contextmanager
-def _active(spark: SparkSession) -> Iterator[None]:
+def active(spark: SparkSession) -> Iterator[None]:
     """Let the session's settings hold in this thread.
 
     A session's own parser asks for those of whichever session is active, and in a thread that has

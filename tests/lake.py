@@ -11,7 +11,7 @@ from typing import Any
 
 from pyspark.sql import SparkSession
 
-from icestream.spark import attach_catalog
+from icestream.spark import active, attach_catalog
 
 _numbers = itertools.count()
 
@@ -62,7 +62,9 @@ class Lake:
         jvm: Any = self.spark._jvm
         load = getattr(jvm, "org.apache.iceberg.spark.Spark3Util").loadIcebergTable
         as_json = getattr(jvm, "org.apache.iceberg.TableMetadataParser").toJson
-        table = load(self.spark._jsparkSession, self.table(name))
+        # A thread of a proxy has run no query: another session would be asked for the catalog.
+        with active(self.spark):
+            table = load(self.spark._jsparkSession, self.table(name))
         found: dict[str, Any] = json.loads(as_json(table.operations().current()))
         return found
 
