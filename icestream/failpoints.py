@@ -81,6 +81,11 @@ def killed_at(name: str, from_pass: int) -> str:
     return f"killed at failpoint {name}, pass {from_pass}"
 
 
+def crashes() -> bool:
+    """Whether a crash is asked for somewhere: then an error of a failpoint is the end of all."""
+    return any(action == "crash" for action, _ in _settings().values())
+
+
 def rule_on(name: str) -> bool:
     """True unless a test switched this rule of the commit protocol off."""
     return _settings().get(name, ("", 1))[0] != "off"

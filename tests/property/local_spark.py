@@ -18,6 +18,8 @@ from pyspark.errors import PythonException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.types import StructType
 
+from icestream import failpoints
+from icestream.failpoints import FailpointError
 from icestream.spark import ROW_SCHEMA, TASK_ATTEMPTS_MAX
 
 Batches = list[pa.RecordBatch]
@@ -142,7 +144,10 @@ def _sent(function: Function) -> Callable[[Batches], Batches]:
         for attempt in range(1, TASK_ATTEMPTS_MAX + 1):
             try:
                 return list(pickle.loads(pickled)(iter(part)))
-            except Exception:
+            except Exception as error:
+                if isinstance(error, FailpointError) and failpoints.crashes():
+                    # The process is to be dead: nobody is left who would try a task again.
+                    raise
                 if attempt == TASK_ATTEMPTS_MAX:
                     raise PythonException(traceback.format_exc()) from None
         raise AssertionError("a task is tried once at least")
