@@ -413,14 +413,23 @@ def test_a_broker_that_comes_back_in_time_is_not_noticed(broker: KafkaBroker, to
 def test_a_reader_that_is_given_up_lets_go(broker: KafkaBroker, topic: str) -> None:
     """E8: a task that is cancelled amid a range leaves no client and no message behind."""
     produce(broker, topic, rows(0, 10_000))
+    # Other tests of this process may have left clients behind: they let a pipeline crash.
+    before = client_threads()
     for _ in range(20):
         reading = batches(broker, topic, 0, 10_000, batch_bytes=1_000)
         next(reading)
         reading.close()  # type: ignore[attr-defined]
+    assert client_threads() - before < 20
+
+
+def client_threads() -> int:
+    """The threads of clients in this process; 0 where the system does not tell them."""
     threads = Path("/proc/self/task")
-    if threads.exists():
-        names = [(task / "comm").read_text() for task in threads.iterdir()]
-        assert sum(name.startswith("rdk:") for name in names) < 20
+    names = []
+    for task in threads.iterdir() if threads.exists() else ():
+        with suppress(FileNotFoundError):
+            names.append((task / "comm").read_text())
+    return sum(name.startswith("rdk:") for name in names)
 
 
 # Topics
@@ -577,7 +586,8 @@ def test_a_broker_that_nobody_runs_could_not_be_reached(capfd: pytest.CaptureFix
     with pytest.raises(PartitionStalled) as stalled:
         list(read_range(unreachable, wanted, read_timeout=1.0, batch_bytes=1_000))
     assert "Connect" in str(stalled.value.detail) or "down" in str(stalled.value.detail)
-    assert capfd.readouterr() == ("", "")
+    # Others in this process may print: clients of pipelines that crashed, for other brokers.
+    assert NOBODY_LISTENS not in "".join(capfd.readouterr())
 
 
 def test_a_refused_sign_on_is_for_the_operator_and_shows_no_password(broker: KafkaBroker) -> None:
