@@ -390,6 +390,29 @@ def test_every_test_names_the_requirement_it_proves():
     assert wrong == []
 
 
+def requirements() -> set[str]:
+    """The ids in the list of requirements, whose lines may have several: `X6 to X10`."""
+    found = set()
+    for line in (ROOT / "docs/requirements.md").read_text().splitlines():
+        named = line.split("|")[1] if line.startswith("|") else ""
+        for first, _, last in re.findall(r"([A-Z]\d+)( to ([A-Z]\d+))?", named):
+            numbers = range(int(first[1:]), int(last[1:] if last else first[1:]) + 1)
+            found |= {f"{first[0]}{number}" for number in numbers}
+    return found
+
+
+def test_every_requirement_that_a_test_names_is_in_the_list():
+    """Who reads an id finds what it stands for."""
+    named = {
+        found
+        for path in python_files("tests")
+        if path.name.startswith("test_") and path.name not in WITHOUT_REQUIREMENT
+        for node in functions(path)
+        for found in REQUIREMENT.findall((ast.get_docstring(node) or "").partition(":")[0])
+    }
+    assert named - requirements() == set()
+
+
 def test_tests_do_not_sleep():
     """A test waits for a condition with a deadline, never for the clock."""
     wrong = [

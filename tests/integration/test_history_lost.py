@@ -411,7 +411,7 @@ def test_lost_history_is_said_and_left_to_a_person(
 
 
 def test_the_guide_lists_every_way() -> None:
-    """U4: what is lost, what is said; the guide and the suite have the same list."""
+    """E7, U9: what is lost, what is said; the guide and the suite have the same list."""
     rows = re.findall(r"^\| `([^`]+)` \| [^|]+ \| `([^`]+)` \|", GUIDE.read_text(), re.MULTILINE)
     told = dict(rows)
     assert told.keys() == LOSSES.keys()

@@ -851,7 +851,7 @@ def test_a_heartbeat_moves_the_frontier_alone(node: OpenSearch) -> None:
 
 
 def test_commits_count_what_the_reports_say(node: OpenSearch) -> None:
-    """U4: metrics by index and operation."""
+    """U5: metrics by index and operation."""
 
     def counted(operation: str) -> float:
         labels = {"index": "shop.orders", "operation": operation}

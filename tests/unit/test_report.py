@@ -29,7 +29,7 @@ def test_messages_arrive_as_they_were_sent():
 
 
 def test_errors_and_what_a_split_asks_for_arrive_whole():
-    """U6: a task that raised them would be tried again, and the message lost in Spark's."""
+    """E13: a task that raised them would be tried again, and the message lost in Spark's."""
     refused = DataRejected("no", detail="Because.", hint="Do this.")
     gap = SchemaGap("t", [Column(name="a", type=LongType())])
     first, second = decode([encode(Raised(refused)), encode(Raised(gap))])

@@ -531,6 +531,6 @@ def test_a_domain_keeps_the_modifier_of_what_it_is_made_of():
 
 
 def test_every_rule_names_an_iceberg_type():
-    """P8, X1: the documented table is whole."""
+    """P8, U8: the documented table is whole."""
     assert all(source and target for source, target, _ in TYPE_RULES)
     assert {target for _, target, _ in TYPE_RULES} >= {"long", "decimal(p,s)", "string", "uuid"}
