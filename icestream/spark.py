@@ -49,6 +49,7 @@ from pyspark.sql.types import BinaryType, StringType, StructField, StructType
 
 from icestream.errors import DataRejected, SparkFailed
 from icestream.java import cache_folder, jars, java_home, quiet_java, write_atomically
+from icestream.java_calls import make_calls_cheap
 from icestream.report import Row
 
 # Rows that are looked up pass through the coordinator and the closures of tasks: so many bytes of
@@ -135,6 +136,8 @@ def session(
         "spark.sql.session.timeZone": "UTC",
         "spark.sql.execution.arrow.maxBytesPerBatch": str(64 * 1024 * 1024),
         "spark.python.daemon.module": "icestream.preloaded",
+        # The place in our code that made a column, for messages: ten calls of Java for each column.
+        "spark.python.sql.dataFrameDebugging.enabled": "false",
         **_local_settings(master),
         **{str(name): str(value) for name, value in conf.items()},
     }
@@ -143,7 +146,7 @@ def session(
         builder = builder.config(name, value)
     os.environ["JAVA_HOME"] = str(quiet_java(home))
     try:
-        return builder.getOrCreate()
+        spark = builder.getOrCreate()
     except (PySparkException, RuntimeError, OSError) as error:
         raise SparkFailed(
             "could not start Spark",
@@ -152,6 +155,8 @@ def session(
         ) from error
     finally:
         os.environ["JAVA_HOME"] = str(home)
+    make_calls_cheap(spark._jvm)
+    return spark
 
 
 def _local_settings(master: str) -> dict[str, str]:

@@ -19,7 +19,6 @@ from icestream.iceberg.gateway import (
     as_unavailable,
     class_names,
     commit_outcomes,
-    packages_of,
     reason,
     strings,
 )
@@ -40,7 +39,7 @@ class Catalog:
     """A catalog opened by Iceberg's library from the map of properties in the configuration."""
 
     def __init__(self, jvm: Any, hadoop_configuration: Any, properties: Mapping[str, str]):
-        self._jvm = jvm = packages_of(jvm)
+        self._jvm = jvm
         given = {str(name): str(value) for name, value in properties.items()}
         settings = {**_REST_DEFAULTS, **given} if given.get("type") == "rest" else given
         self.label = given.get("uri") or given.get("warehouse") or given.get("type", "catalog")

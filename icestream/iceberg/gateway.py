@@ -6,10 +6,8 @@ an answer or raise an error that says what to do (`as_unavailable`).
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from typing import Any, TypeAlias
 
-from py4j.java_gateway import JavaClass, JavaPackage
 from py4j.protocol import Py4JError, Py4JJavaError, Py4JNetworkError
 
 from icestream.errors import (
@@ -38,35 +36,6 @@ _CERTAIN = (
 )
 # How the libraries of the storages say that a file is not there.
 NO_FILE = ("NotFoundException", "NoSuchKeyException", "FileNotFoundException")
-
-
-class Packages:
-    """The packages and classes that a JVM has, each looked up once.
-
-    py4j asks the JVM for every part of a name, at every use. The JVM then looks into some hundred
-    jars for a class that is called `org`, and finds none: in a short epoch half of all its time
-    went there. A name that is neither a class nor written as packages are is not kept, since a jar
-    that comes later may have it.
-    """
-
-    def __init__(self, view: Any):
-        self._view = view
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        found = getattr(self._view, name)
-        if isinstance(found, JavaPackage):
-            found = Packages(found)
-        if isinstance(found, JavaClass) or name[0].islower():
-            setattr(self, name, found)
-        return found
-
-
-@cache
-def packages_of(jvm: Any) -> Packages:
-    """The packages of a JVM, the same ones for all who ask."""
-    return Packages(jvm)
 
 
 @contextmanager
