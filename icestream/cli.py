@@ -63,6 +63,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         return EXIT_SIGNAL + signal.SIGINT
+    except Exception:
+        # Python would print its text, which may show a row's value.
+        log.exception("an unforeseen error")
+        return EXIT_BROKEN
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -212,7 +216,8 @@ def _run_all(pipelines: Sequence[Pipeline], once: bool) -> list[IcestreamError]:
             errors.append(error)
         except Exception as error:
             log.exception("pipeline %s broke", pipeline.name, extra={"pipeline": pipeline.name})
-            broken = IcestreamError(f"pipeline {pipeline.name} broke", detail=repr(error))
+            detail = f"{type(error).__name__}. The log tells where it came from."
+            broken = IcestreamError(f"pipeline {pipeline.name} broke", detail=detail)
             broken.exit_code = EXIT_BROKEN
             errors.append(broken)
 

@@ -3,6 +3,7 @@
 import json
 import logging
 import threading
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from datetime import UTC, datetime
@@ -131,6 +132,20 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
     return {name: value for name, value in record.__dict__.items() if name not in _PLAIN}
 
 
+def where_from(error: BaseException) -> str:
+    """Where an error came from: lines of code and classes, without texts of foreign errors.
+
+    Such a text may quote a value of a row ("could not convert string to float: ..."). Errors of
+    icestream's own never do, so theirs is shown.
+    """
+    said = str(error) if isinstance(error, IcestreamError) else "(its text may show a row's values)"
+    lines = "".join(traceback.format_tb(error.__traceback__))
+    own = f"{lines}{type(error).__name__}: {said}"
+    context = None if error.__suppress_context__ else error.__context__
+    before = error.__cause__ or context
+    return f"{where_from(before)}\n\nfrom which came:\n\n{own}" if before else own
+
+
 class TextFormatter(logging.Formatter):
     """One line for people: time, level, text, then the fields."""
 
@@ -139,8 +154,8 @@ class TextFormatter(logging.Formatter):
         at = datetime.fromtimestamp(record.created).strftime("%H:%M:%S")
         fields = " ".join(f"{name}={value}" for name, value in _fields(record).items())
         line = f"{at} {record.levelname.lower():7} {record.getMessage()}  {fields}".rstrip()
-        text = f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
-        return shown(text)
+        error = record.exc_info[1] if record.exc_info else None
+        return shown(f"{line}\n{where_from(error)}" if error else line)
 
 
 class JsonFormatter(logging.Formatter):
@@ -156,6 +171,6 @@ class JsonFormatter(logging.Formatter):
             "message": shown(record.getMessage()),
             **_fields(record),
         }
-        if record.exc_info:
-            data["traceback"] = self.formatException(record.exc_info)
+        if record.exc_info and record.exc_info[1]:
+            data["traceback"] = where_from(record.exc_info[1])
         return shown(json.dumps(data, default=str))

@@ -182,6 +182,23 @@ def test_an_interrupted_command_does_not_end_as_if_it_were_done(command, monkeyp
     assert main([command, "f", *more.get(command, [])]) == 128 + signal.SIGINT
 
 
+def test_an_unforeseen_error_shows_no_value_of_a_row(monkeypatch, capsys):
+    """U2, U3: neither does the traceback; the exit code is that of a broken invariant."""
+    value = "a value of a row"
+    # What breaks, and where, does not matter.
+    monkeypatch.setattr(cli, "load", lambda *_: float(value))
+    assert main(["check", "f"]) == 5
+    told = capsys.readouterr().err
+    assert "an unforeseen error" in told and "ValueError" in told and value not in told
+
+
+def test_a_pipeline_that_breaks_shows_no_value_of_a_row():
+    """U3, E13: the error of a library may quote one."""
+    (error,) = _run_all([Stopping(ValueError("a value of a row"))], once=True)
+    assert error.exit_code == 5
+    assert "ValueError" in str(error) and "a value of a row" not in str(error)
+
+
 class Interrupted:
     """A pipeline that works until a signal comes."""
 

@@ -23,9 +23,13 @@ def record(**fields: object) -> logging.LogRecord:
 
 
 def failed_record() -> logging.LogRecord:
+    value = "a value of a row"
     try:
-        raise ValueError("it broke")
-    except ValueError:
+        try:
+            float(value)
+        except ValueError as error:
+            raise ConfigInvalid("it broke") from error
+    except ConfigInvalid:
         return record(exc_info=sys.exc_info())
 
 
@@ -50,12 +54,14 @@ def test_a_json_line_is_one_object():
     }
 
 
-def test_a_traceback_follows_in_either_form():
-    """U5: what nobody expected is shown whole."""
-    assert "ValueError: it broke" in TextFormatter().format(failed_record())
-    assert (
-        "ValueError: it broke" in json.loads(JsonFormatter().format(failed_record()))["traceback"]
-    )
+@pytest.mark.parametrize("kind", [TextFormatter, JsonFormatter])
+def test_a_traceback_follows_in_either_form_and_shows_no_value_of_a_row(kind):
+    """U3, U5: what nobody expected is shown line by line, with the texts of our own errors."""
+    line = kind().format(failed_record())
+    text = json.loads(line)["traceback"] if kind is JsonFormatter else line
+    assert text.count("in failed_record") == 2
+    assert "ValueError: " in text and text.endswith("ConfigInvalid: it broke")
+    assert "a value of a row" not in line
 
 
 class Watched:
