@@ -125,7 +125,7 @@ class Sink(Protocol):
     thread of these epochs. Where a method may raise passing trouble (`Retryable`, `CommitUnknown`),
     the loop waits and calls it again.
 
-    `Evolves` and `LooksUpRows` are what some sinks can do beyond this.
+    `Evolves`, `LooksUpRows` and `RemembersSources` are what some sinks can do beyond this.
     """
 
     def durable(self, tables: Sequence[str]) -> Mapping[str, Progress]:
@@ -159,7 +159,7 @@ class Sink(Protocol):
     def writer(self, epoch: Epoch, tables: Sequence[str]) -> Writer:
         """A writer for the epoch's files of these tables, as they are now.
 
-        Files of one writer never overwrite those of another.
+        A sink that `RemembersSources` has one more argument, `read_otherwise`. Files of one writer never overwrite those of another.
         Thread: those of epochs. Raises `Fenced`, `SchemaRejected`, `Retryable`.
         """
         ...
@@ -226,8 +226,10 @@ class LooksUpRows(Protocol):
 class RemembersSources(Protocol):
     """Can stand behind selects: it keeps what `icestream.sinks.shaped` must know of a source.
 
-    Its `writer` also takes `read_otherwise`, the tables whose changes are read by another schema
-    than their own. Without this ability the pipeline file may have no `transform`.
+    Such a sink must have `Evolves` too. Its `writer` also takes `read_otherwise`, the tables whose
+    changes are read by another schema than their own. Without both abilities the pipeline file may
+    have no `transform`. A sink whose writers take documents needs both for every source of splits:
+    rows become documents by a select of the whole row.
     """
 
     def recalled(self, table: str, name: str) -> str | None:

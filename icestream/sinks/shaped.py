@@ -108,14 +108,27 @@ def shaped(
     declared: Callable[[str], Mapping[str, IcebergType]] = lambda table: {},
 ) -> "ShapedSink":
     """The sink behind selects, with all that it can do; `declared` has types of the file's own."""
-    if not isinstance(inner, RemembersSources) or not isinstance(inner, Evolves):
-        raise ConfigInvalid(
-            "the sink cannot stand behind a transform",
-            detail="It does not remember the columns of a source beside those of its own.",
-            hint="Leave `transform` out, or use a sink such as `iceberg` or `opensearch`.",
-        )
+    needed = (RemembersSources, Evolves)
+    if lacks := [each.__name__ for each in needed if not isinstance(inner, each)]:
+        raise _cannot_be_shaped(lacks, bool(selects.of_all))
     kind = ShapedTables if isinstance(inner, LooksUpRows) else ShapedSink
     return kind(cast(Shapeable, inner), selects, declared)
+
+
+def _cannot_be_shaped(lacks: Sequence[str], of_all: bool) -> ConfigInvalid:
+    """The error about a sink that lacks abilities; `of_all`: every table passes a select."""
+    detail = f"The class of the sink lacks {' and '.join(lacks)} of `icestream.sinks`."
+    if of_all:
+        return ConfigInvalid(
+            "the sink cannot take rows of this source as documents",
+            detail=f"Rows become documents by a select of the whole row. {detail}",
+            hint="Use another sink, such as `opensearch`, or give the class these abilities.",
+        )
+    return ConfigInvalid(
+        "the sink cannot stand behind a transform",
+        detail=detail,
+        hint="Leave `transform` out, or use a sink such as `iceberg` or `opensearch`.",
+    )
 
 
 class ShapedSink:

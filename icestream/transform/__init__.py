@@ -162,16 +162,16 @@ class Selects:
         for name, value in _MEANING.items():
             self.spark.conf.set(name, value)
         self._texts = dict(texts)
-        self._of_all = of_all
+        self.of_all = of_all
         self._lock = threading.Lock()
         for table in self._texts:
             self._refuse_form(table)
 
     def __contains__(self, table: object) -> bool:
-        return table in self._texts or bool(self._of_all)
+        return table in self._texts or bool(self.of_all)
 
     def _text(self, table: str) -> str:
-        return self._texts.get(table, self._of_all)
+        return self._texts.get(table, self.of_all)
 
     def derived(self, table: str, source: TableShape) -> Derived:
         """What the table's select makes of rows of a shape.
