@@ -29,6 +29,7 @@ from icestream.config import (
     open_session,
     open_sink,
     open_source,
+    tell_overruled,
     open_table,
 )
 from icestream.documents import rows_as_json
@@ -283,6 +284,7 @@ def _answers(
 
 
 def _check_one(pipeline: PipelineConfig, spark: Any) -> dict[str, Any]:
+    tell_overruled(pipeline)
     sink = open_sink(pipeline, spark)
     with contextlib.closing(open_source(pipeline, spark)) as source:
         behind_selects(pipeline, sink, source, spark)

@@ -7,6 +7,7 @@ asked of their options.
 """
 
 import dataclasses
+import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -36,6 +37,8 @@ from icestream.sources.abilities import declared
 from icestream.sources.options import Opening, SourceOptions, refused_for_topics
 from icestream.transform import WHOLE_ROWS, Selects
 from icestream.worker import map_tasks, write_epoch
+
+log = logging.getLogger(__name__)
 
 # What becomes of records that cannot be taken.
 STOP = "stop"
@@ -318,7 +321,7 @@ def open_source(
     """The pipeline's source."""
     opening = Opening(
         pipeline=config.name,
-        budget=config.cadence.budget,
+        budget=_cadence(config).budget,
         spark=spark,
         run_tasks=partial(map_tasks, spark),
         destination=config.sink.destination(),
@@ -331,6 +334,7 @@ def open_source(
 
 def open_pipeline(config: PipelineConfig, spark: SparkSession) -> Pipeline:
     """The pipeline, ready to run."""
+    tell_overruled(config)
     sink = open_sink(config, spark)
     source = open_source(config, spark, config.sink.letter_box(sink, config.name, spark))
     cadence = _cadence(config)
@@ -353,8 +357,21 @@ def behind_selects(
     return shaped(sink, selects, partial(declared, source)), selects
 
 
+def tell_overruled(config: PipelineConfig) -> None:
+    """Warn of options that the file sets and that the source or the sink decides otherwise."""
+    usual = Cadence()
+    for end in (config.source, config.sink):
+        for name, decided in end.cadence().items():
+            if getattr(config.cadence, name) not in (getattr(usual, name), decided):
+                log.warning(
+                    "`%s` of the file has no effect: %s decides it, and it is %s",
+                    *(name, type(end).__name__, decided),
+                    extra={"pipeline": config.name},
+                )
+
+
 def _cadence(config: PipelineConfig) -> Cadence:
-    """As the file says, with what the source decides and its default heartbeat."""
+    """As the file says, with what source and sink decide and the source's default heartbeat."""
     decided = {**config.source.cadence(), **config.sink.cadence()}
     cadence = dataclasses.replace(config.cadence, **decided)
     if cadence.heartbeat_interval is not None:
@@ -409,4 +426,5 @@ __all__ = [
     "parse",
     "parse_duration",
     "parse_sink_url",
+    "tell_overruled",
 ]

@@ -15,19 +15,25 @@ class Cadence:
         metadata={
             "doc": "While running, the source is asked for new changes this often, and what has "
             "come becomes an epoch. Sooner when `epoch_rows_max` or `epoch_bytes_max` has come, or "
-            "a backlog is there.",
+            "a backlog is there. An Iceberg source has `polling_interval` instead, and this one "
+            "has no effect.",
             "unit": "duration",
         },
     )
     epochs_in_flight: int = field(
-        default=3, metadata={"doc": "Epochs that are read and written at the same time."}
+        default=3,
+        metadata={
+            "doc": "Epochs that are read and written at the same time. Always one with an Iceberg "
+            "source or an OpenSearch sink."
+        },
     )
     epoch_rows_max: int = field(
         default=2_000_000,
         metadata={
-            "doc": "An epoch ends at the first boundary of the source after so many rows: a record "
-            "of Kafka, the end of a transaction, a resolved timestamp. Where nobody has counted "
-            "the rows (copies of tables, files of changefeeds) only `epoch_bytes_max` counts."
+            "doc": "An epoch ends at the first boundary of the source after so many rows: the end "
+            "of a transaction, a resolved timestamp; an epoch of Kafka has at most so many. Where "
+            "nobody has counted the rows (copies of tables, files of changefeeds) only "
+            "`epoch_bytes_max` counts. An Iceberg source uses neither."
         },
     )
     epoch_bytes_max: int = field(

@@ -12,9 +12,11 @@ from icestream.config import (
     SparkOptions,
     catalogs,
     load,
+    open_source,
     parse,
     parse_duration,
     parse_sink_url,
+    tell_overruled,
 )
 from icestream.errors import ConfigInvalid
 from icestream.pipeline import Cadence
@@ -24,6 +26,9 @@ from icestream.sources.cockroachdb import CockroachdbOptions, TopicsOptions
 from icestream.sources.iceberg import IcebergSourceOptions
 
 SECRET = "hunter2"
+OPENSEARCH = {"opensearch": {"hosts": ["http://localhost:9200"]}}
+ICEBERG = {"iceberg": {"tables": [{"table_name": "shop.orders", "identifier_columns": ["id"]}]}}
+POSTGRES = {"postgres": {"dsn": "postgresql://x@y/z", "tables": ["public.orders"]}}
 
 
 def document(**changes: Any) -> dict[str, Any]:
@@ -85,6 +90,34 @@ def test_every_option_reaches_its_place():
     }
     assert pipeline.sink.format_version == 3
     assert (pipeline.cadence.commit_interval, pipeline.cadence.epochs_in_flight) == (5.0, 1)
+
+
+@pytest.mark.parametrize(
+    ("source", "sink", "changes", "told"),
+    [
+        (ICEBERG, OPENSEARCH, {"commit_interval": "PT5S"}, ["commit_interval"]),
+        (ICEBERG, {"iceberg": {}}, {"epochs_in_flight": 2}, ["epochs_in_flight"]),
+        (ICEBERG, OPENSEARCH, {"commit_interval": "PT30S", "epochs_in_flight": 1}, []),
+        (POSTGRES, OPENSEARCH, {"commit_interval": "PT5S"}, []),
+    ],
+)
+def test_an_option_that_a_connector_overrules_is_told(source, sink, changes, told, caplog):
+    """E9, U3: it would be ignored in silence."""
+    document = {"p": {"source": source, "sink": sink, **changes}}
+    (pipeline,) = parse(document).pipelines
+    tell_overruled(pipeline)
+    assert [name for name in changes if f"`{name}`" in caplog.text] == told
+
+
+def test_a_source_is_opened_with_the_limits_that_connectors_decide(monkeypatch):
+    """E9: whoever decides how large an epoch is decides it for the source, too."""
+    (pipeline,) = parse({"p": {"source": POSTGRES, "sink": {"iceberg": {}}}}).pipelines
+    opened = []
+    # The options decide nothing of this by themselves, and no server is there to be opened.
+    monkeypatch.setattr(type(pipeline.source), "cadence", lambda _: {"epoch_rows_max": 7})
+    monkeypatch.setattr(type(pipeline.source), "open", lambda _, opening: opened.append(opening))
+    open_source(pipeline, None)
+    assert (opened[0].budget.rows, opened[0].budget.bytes) == (7, 1024**3)
 
 
 def test_several_pipelines_share_one_spark():

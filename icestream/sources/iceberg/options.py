@@ -109,8 +109,10 @@ class IcebergSourceOptions(SourceOptions):
         return [table.table_name for table in self.tables]
 
     def cadence(self) -> Mapping[str, Any]:
-        """One epoch after the other, for what a document becomes must not depend on which one is
-        faster; a look at the tables is an epoch."""
+        """One epoch at a time: which of two ends first must not decide what a document becomes.
+
+        The tables are looked at once per `polling_interval`, and not per `commit_interval`.
+        """
         return {"commit_interval": self.interval, "epochs_in_flight": 1}
 
     def catalogs(self) -> Sequence[Mapping[str, str]]:
