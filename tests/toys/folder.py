@@ -14,7 +14,7 @@ key. Of a key the row with the highest epoch counts, and within one epoch the ro
 deleted. So a reader needs the list of files and nothing else.
 
 A process may end at any moment; a power failure is not thought of. The folder has none of the
-abilities `Evolves` and `LooksUpRows`.
+abilities `Evolves`, `LooksUpRows` and `RemembersSources`.
 """
 
 import json
@@ -49,7 +49,7 @@ from icestream.sinks import Committed, Sink, Written
 from icestream.sinks.options import SinkOptions
 
 EPOCH, DELETED = "_epoch", "_deleted"
-# Who loses this often against others leaves the next try to the pipeline, which waits before it.
+# So names of progress files sort as their numbers do.
 NUMBER_DIGITS = 10
 
 

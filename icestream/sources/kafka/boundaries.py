@@ -78,7 +78,7 @@ class Boundaries:
             self._goal = at_offsets(lower, {name: ends[name] for name in now}, first)
         frontiers: list[Frontier] = []
         if now and self.begins_at_end(lower):
-            # The beginning is an epoch of its own, without records: see `plan`.
+            # The beginning is an epoch of its own, without records: see `KafkaSource.plan`.
             frontiers.append(at_offsets(lower, now, first))
         groups = self._groups(ends, spans) if now != ends else []
         while now != ends and len(frontiers) < EPOCHS_AHEAD:

@@ -109,8 +109,7 @@ class Reading:
     @property
     def whole_rows(self) -> bool:
         """Whether a column that a record lacks is none of its table's; in plain JSON it is null."""
-        whole = self.value.envelope in ("debezium", "cockroachdb")
-        return whole or self.value.format in ("avro", "protobuf")
+        return self.value.envelope == "debezium" or self.value.format in ("avro", "protobuf")
 
     @property
     def may_withhold(self) -> bool:

@@ -307,8 +307,8 @@ class _Rows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Piece:
-    """Decoded changes; `unsent` tells per column which values were left out, `origin` which row
-    of the same table held the row before a key change."""
+    """Decoded changes; `unsent` tells per column which values were left out, `moved_in` which
+    changes are the row under its new key, after a change of the key."""
 
     table: pa.Table
     ops: np.ndarray
