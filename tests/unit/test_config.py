@@ -541,6 +541,14 @@ def test_a_sink_url_that_is_not_understood_is_refused(url):
     assert "iceberg://<rest-endpoint>/<namespace>/<table>" in caught.value.hint
 
 
+@pytest.mark.parametrize("parameter", ["atomic=true", "format_version=3", "partition_by=day(at)"])
+def test_an_option_that_a_sink_url_cannot_have_is_refused(parameter):
+    """C7, U3: the catalog would get it, and nobody would say that it does nothing."""
+    with pytest.raises(ConfigInvalid, match=f"parameter `{parameter.partition('=')[0]}`") as caught:
+        parse_sink_url(f"iceberg://lake/shop/orders?{parameter}")
+    assert "`iceberg: {" in caught.value.hint
+
+
 def test_a_sink_url_takes_one_source_table():
     """C7: it names one table."""
     error = refused(

@@ -132,7 +132,8 @@ class IcebergSinkOptions(SinkOptions):
     def from_url(cls, url: str) -> Self:
         """`iceberg://<rest-endpoint>/<namespace>/<table>?warehouse=...&equality_delete_by=...`.
 
-        Other parameters are handed to the catalog as they are; `tls=true` speaks HTTPS to it.
+        Other parameters are handed to the catalog as they are; `tls=true` speaks HTTPS to it. All
+        other options of the sink have no form as a parameter, and are refused.
         """
         parts = urlsplit(url)
         path = [part for part in parts.path.split("/") if part]
@@ -142,6 +143,13 @@ class IcebergSinkOptions(SinkOptions):
         key = [name for name in parameters.pop("equality_delete_by", "").split(",") if name]
         scheme = "https" if parameters.pop("tls", "false") == "true" else "http"
         branch = parameters.pop("branch", "main")
+        own = {option.name for kind in (cls, TableOptions) for option in dataclasses.fields(kind)}
+        for name in sorted(own & parameters.keys()):
+            raise ConfigInvalid(
+                f"the sink's URL cannot have the parameter `{name}`",
+                detail="It would be handed to the catalog, which does not know it.",
+                hint="Write the sink as `iceberg: {catalog: ..., namespace: ...}`, which has it.",
+            )
         prefix = "".join(f"/{part}" for part in path[:-2])
         return cls(
             catalog={"type": "rest", "uri": f"{scheme}://{parts.netloc}{prefix}", **parameters},
