@@ -29,8 +29,8 @@ from icestream.config import (
     open_session,
     open_sink,
     open_source,
-    tell_overruled,
     open_table,
+    tell_overruled,
 )
 from icestream.documents import rows_as_json
 from icestream.epoch import resume_point

@@ -159,7 +159,8 @@ class Sink(Protocol):
     def writer(self, epoch: Epoch, tables: Sequence[str]) -> Writer:
         """A writer for the epoch's files of these tables, as they are now.
 
-        A sink that `RemembersSources` has one more argument, `read_otherwise`. Files of one writer never overwrite those of another.
+        A sink that `RemembersSources` has one more argument, `read_otherwise`. Files of one writer
+        never overwrite those of another.
         Thread: those of epochs. Raises `Fenced`, `SchemaRejected`, `Retryable`.
         """
         ...
