@@ -46,7 +46,11 @@ class Writer(Protocol):
     def write(
         self, table: str, shard: str, changes: pa.Table, each_key_once: bool = False
     ) -> Iterator[Report]:
-        """Write changes and report what was written; a second call does the same again."""
+        """Write changes and report what was written; a second call does the same again.
+
+        `shard` says whose changes these are: of all calls of an epoch for a table only a second
+        attempt with the same changes has the same. The commit takes one attempt of each.
+        """
         ...
 
 

@@ -4,7 +4,8 @@
                                   └─► id and document ──► write        (a writer of documents)
 
 Each row of such a frame is one change, and no row of the table has two. So nothing is brought
-together by key, and every partition is written as it comes.
+together by key, and every partition is written as it comes, by a task with a name of its own:
+`f<frame>.<partition>`. Of two tasks with one name a sink takes the files of one alone.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,6 +14,7 @@ from functools import partial
 
 import pyarrow as pa
 import pyarrow.compute as pc
+from pyspark import TaskContext
 from pyspark.sql import Column as SparkColumn
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
@@ -45,8 +47,12 @@ _STRUCT = struct_name(0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Partition:
-    """What a worker must know to write a partition of one table's changes."""
+    """What a worker must know to write a partition of one table's changes.
 
+    `frame` is the frame's number among those of its epoch.
+    """
+
+    frame: int
     table: str
     identified: bool
     writer: Writer
@@ -65,26 +71,35 @@ def write_frames(
     Raises `Unready` when a table lacks columns that a frame has.
     """
     outcomes = []
-    for part in parts:
+    for number, part in enumerate(parts):
         try:
             with as_retryable(f"could not read the changes of table {part.table}"):
                 frame = part.frame()
             if frame is not None:
-                outcomes.append(_write_frame(selects, part, frame, writer, description))
+                partition = _partition(number, part, writer)
+                outcomes.append(_write_frame(selects, part, frame, partition, description))
         finally:
             part.close()
     reports = [report for outcome in outcomes for report in outcome.reports]
     return Outcome(reports=reports, rows=sum(each.rows for each in outcomes), learned=[])
 
 
-def _write_frame(
-    selects: Selects | None, part: FrameSplit, frame: DataFrame, writer: Writer, description: str
-) -> Outcome:
+def _partition(number: int, part: FrameSplit, writer: Writer) -> _Partition:
     chosen = writer.selects if isinstance(writer, SelectingWriter) else ()
     select = next((each for each in chosen if each.table == part.table), None)
-    partition = _Partition(
-        table=part.table, identified=part.identified, writer=writer, select=select
+    return _Partition(
+        frame=number, table=part.table, identified=part.identified, writer=writer, select=select
     )
+
+
+def _write_frame(
+    selects: Selects | None,
+    part: FrameSplit,
+    frame: DataFrame,
+    partition: _Partition,
+    description: str,
+) -> Outcome:
+    writer, select = partition.writer, partition.select
     documents = isinstance(partition.inner(), WritesDocuments)
     if select or not documents:
         _refuse_lacking(part, writer)
@@ -168,21 +183,28 @@ def _write_batches(partition: _Partition, batches: Iterable[pa.RecordBatch]) -> 
     documents = isinstance(partition.inner(), WritesDocuments)
     # Documents are sent as they come. Rows gather, so that files do not become small.
     enough = 0 if documents else WRITE_BYTES
-    read, held, size, shard = 0, list[pa.RecordBatch](), 0, 0
+    task = f"f{partition.frame}.{_partition_number()}"
+    read, held, size, written = 0, list[pa.RecordBatch](), 0, 0
     for batch in batches:
         read += batch.num_rows
         if batch.num_rows:
             held.append(batch)
             size += batch.nbytes
         if held and size >= enough:
-            yield from _write(partition, held, shard)
-            held, size, shard = [], 0, shard + 1
+            yield from _write(partition, held, f"{task}.{written}")
+            held, size, written = [], 0, written + 1
     if held:
-        yield from _write(partition, held, shard)
+        yield from _write(partition, held, f"{task}.{written}")
     yield encode(Done(rows=read))
 
 
-def _write(partition: _Partition, batches: Sequence[pa.RecordBatch], shard: int) -> Iterator[Row]:
+def _partition_number() -> int:
+    """Which partition of its frame this worker has; every attempt at it has the same."""
+    context = TaskContext.get()
+    return context.partitionId() if context else 0
+
+
+def _write(partition: _Partition, batches: Sequence[pa.RecordBatch], shard: str) -> Iterator[Row]:
     rows = pa.Table.from_batches(batches)
     _refuse_nameless(partition, rows)
     documents = DOCUMENT in rows.column_names
@@ -193,7 +215,7 @@ def _write(partition: _Partition, batches: Sequence[pa.RecordBatch], shard: int)
         SEQ: rows.column(CHANGE_SEQ),
     }
     changes = pa.table({**marks, **columns})
-    written = partition.writer.write(partition.table, f"{shard}", changes, each_key_once=True)
+    written = partition.writer.write(partition.table, shard, changes, each_key_once=True)
     yield from map(encode, written)
 
 

@@ -477,6 +477,19 @@ def test_a_table_of_another_catalog_is_kept_equal(
     assert lake.epochs(f"{NAMESPACE}.orders") == before
 
 
+def test_a_copy_has_the_rows_of_every_task_that_read_some(
+    search: Search, copy: tuple[Lake, Mapping[str, str]], spark: SparkSession
+):
+    """E1, I17: where there is much to read, many files here, a frame has several partitions."""
+    lake, catalog = copy
+    search.create()
+    rows = "SELECT /*+ REPARTITION(40) */ id, 'first' FROM range(80)"
+    search.sql(f"INSERT INTO shop.orders {rows}")
+    run(spark, copying(search, catalog))
+    there, here = both(search, lake, "*")
+    assert len(here) == 80 and here == there
+
+
 def test_a_copy_passes_a_select(
     search: Search, copy: tuple[Lake, Mapping[str, str]], spark: SparkSession
 ):
