@@ -12,7 +12,7 @@ what they commit: epoch 8 has two tables, its members are a and b. Then the proc
 | 7 | 5 | 7 | none | 70 | nobody saw epoch 8, so its files are nobody's: it is minted anew |
 | 8 | dropped | 7 | none | 80 | b is built anew as a whole, it needs no epoch |
 | 8 | 8 | 5 | raises | | epoch 8 remembers that c had taken 7: somebody set c back |
-| 8 | 8 | 5, to be replayed | none | 80 | c lies behind, its own frontier counts until it is level |
+| 8 | 8 | 5, catching up | none | 80 | c lies behind, its own frontier counts until it is level |
 
 The smallest frontier over the tables would be the wrong place to go on. In the first row it is 70,
 and where c stays idle it stays 70 for ever, long after the source has rightly forgotten it.
@@ -57,8 +57,8 @@ class Progress:
     lacks the epoch from one that was dropped since. `members` is empty in what older versions
     wrote, which named the tables otherwise, and where somebody removed it. Epoch 0 means that no
     epoch was committed yet.
-    `replaying` marks a table whose own frontier counts and not the pipeline's: it was rolled back
-    and its operator asked for a replay. `schema_id` is the schema that the table had for the epoch:
+    `catching_up` marks a table whose own frontier counts and not the pipeline's: it was rolled back
+    and its operator asked for `--replay`. `schema_id` is the schema that it had for the epoch:
     it decided which records became rows. `before` has the epochs that the pipeline's tables were at
     before this one, by their ids, so that a table that was set back to an older state is noticed.
     `names` are ids of the names of the pipeline's tables: one that cannot be read is known by it.
@@ -72,7 +72,7 @@ class Progress:
     lower: Frontier = START
     upper: Frontier = START
     tables: int = 0
-    replaying: bool = False
+    catching_up: bool = False
     members: frozenset[str] = frozenset()
     schema_id: int | None = None
     names: frozenset[str] = frozenset()
@@ -109,7 +109,7 @@ class Resume:
     `number` is the highest epoch in use and `at` the frontier up to which all tables are complete.
     `unfinished` is an epoch that only its `carriers` have: it is minted again with the same bounds
     for the others. `tables` is the number of its tables and `lacking` has the names of those that
-    need it; None when only their number is known. `replays` are tables that lie behind because they
+    need it; None when only their number is known. `behind` are tables that lie behind because they
     were rolled back.
     """
 
@@ -118,7 +118,7 @@ class Resume:
     unfinished: Epoch | None
     carriers: frozenset[str]
     tables: int
-    replays: Mapping[str, Progress]
+    behind: Mapping[str, Progress]
     lacking: frozenset[str] | None = None
 
 
@@ -140,13 +140,13 @@ def resume_point(progress: Mapping[str, Progress]) -> Resume:
     """Derive from what the tables remember where to go on.
 
     Epoch n starts to be committed only when every table of n-1 has committed, so all before the
-    highest epoch found is complete. That one is complete when all tables that took part and are
-    still there carry it, or as many as took part when only their number is known. A table that was
-    dropped since needs no epoch: it is built anew as a whole. Tables of an epoch are made before
-    its first commit, so one that is not there was dropped. Carriers that say different things
-    of its tables show that the epoch was cut short while it was written a second time.
-    Whether a table that was rolled back took part is unknown; its replay supplies the epoch.
-    The module has an example with numbers.
+    highest epoch found is complete. An example: epoch 8 names its tables, a and b. It is complete
+    if a and b both carry it. A table that was dropped does not count, for it is built anew as a
+    whole. Tables of an epoch are made before its first commit, so one that is not there was
+    dropped. Older versions wrote only the number, 2: then any two tables that carry epoch 8 are
+    enough. Carriers that name different tables show that the epoch was cut short while it was
+    written a second time. Whether a table that was rolled back took part is unknown; it gets the
+    epoch as it catches up. The module has an example with numbers.
     """
     last = furthest(progress.values())
     if last is None:
@@ -156,7 +156,7 @@ def resume_point(progress: Mapping[str, Progress]) -> Resume:
             unfinished=None,
             carriers=frozenset(),
             tables=0,
-            replays={},
+            behind={},
         )
     carriers = {name: mine for name, mine in progress.items() if mine.epoch == last.epoch}
     ids = {mine.table_id for mine in carriers.values()}
@@ -170,19 +170,19 @@ def resume_point(progress: Mapping[str, Progress]) -> Resume:
         )
     for lost in lacking_tables(progress).values():
         raise lost
-    replaying = {name: mine for name, mine in progress.items() if mine.replaying}
-    behind = {name: m for name, m in replaying.items() if not m.upper.covers(last.upper)}
+    catching_up = {name: mine for name, mine in progress.items() if mine.catching_up}
+    behind = {name: m for name, m in catching_up.items() if not m.upper.covers(last.upper)}
     complete, lacking = _completeness(progress, carriers)
     epoch = Epoch(number=last.epoch, lower=last.lower, upper=last.upper)
     return Resume(
         number=max(mine.epoch for mine in progress.values()),
         at=last.upper if complete else last.lower,
         unfinished=None if complete else epoch,
-        # What a replay has brought past the epoch must not get it once more.
-        carriers=frozenset({*carriers, *replaying} - {*behind}),
+        # What has caught up past the epoch must not get it once more.
+        carriers=frozenset({*carriers, *catching_up} - {*behind}),
         tables=min(mine.tables for mine in carriers.values()),
         lacking=lacking,
-        replays=behind,
+        behind=behind,
     )
 
 
@@ -197,7 +197,7 @@ def lacking_tables(progress: Mapping[str, Progress]) -> dict[str, HistoryLost]:
     carriers = [mine for mine in progress.values() if last and mine.epoch == last.epoch]
     known = frozenset[str]().union(*(mine.members | mine.before.keys() for mine in carriers))
     for name, mine in sorted(progress.items()):
-        if last is None or mine.replaying:
+        if last is None or mine.catching_up:
             continue
         had = last.before.get(mine.table_id, 0)
         if mine.epoch < had:
@@ -239,7 +239,7 @@ def _completeness(
 
 
 def _further(one: Progress, other: Progress) -> Progress:
-    """The further of two; epochs of a replay have high numbers and old bounds."""
+    """The further of two; epochs of a table that catches up have high numbers and old bounds."""
     if one.upper == other.upper:
         return max(one, other, key=lambda mine: mine.epoch)
     return one if one.upper.covers(other.upper) else other

@@ -47,7 +47,8 @@ EPOCH_SCHEMA = "icestream.epoch-schema"
 VALID_THROUGH = "icestream.valid-through"
 DATA_FILES = "icestream.data-files"
 DELETE_FILES = "icestream.delete-files"
-REPLAYING = "icestream.replaying"
+# The word of an older version, which tables have.
+CATCHING_UP = "icestream.replaying"
 CLAIM = "icestream.claim"
 # Earlier versions kept large frontiers in files beside the metadata.
 _FILE_SUFFIX = "-file"
@@ -55,7 +56,7 @@ _HASH_SUFFIX = "-sha256"
 _FILE_KEYS = tuple(key + end for key in (LOWER, FRONTIER) for end in (_FILE_SUFFIX, _HASH_SUFFIX))
 KEYS = (
     *(PIPELINE, GENERATION, EPOCH, BATCH_ID, LOWER, FRONTIER, BOUNDS, BOUNDS_PROPERTY),
-    *(EPOCH_TABLES, EPOCH_IDS, EPOCHS_BEFORE, TABLE_NAMES, EPOCH_SCHEMA, REPLAYING),
+    *(EPOCH_TABLES, EPOCH_IDS, EPOCHS_BEFORE, TABLE_NAMES, EPOCH_SCHEMA, CATCHING_UP),
     *_FILE_KEYS,
 )
 
@@ -120,8 +121,8 @@ def to_entries(progress: Progress) -> Entries:
         entries[TABLE_NAMES] = names
     if progress.schema_id is not None:
         entries[EPOCH_SCHEMA] = str(progress.schema_id)
-    if progress.replaying:
-        entries[REPLAYING] = "true"
+    if progress.catching_up:
+        entries[CATCHING_UP] = "true"
     return Entries(summary=entries, properties=kept.properties)
 
 
@@ -144,7 +145,7 @@ def from_summary(
         lower=lower,
         upper=upper,
         tables=int(summary[EPOCH_TABLES]),
-        replaying=summary.get(REPLAYING) == "true",
+        catching_up=summary.get(CATCHING_UP) == "true",
         members=frozenset(summary.get(EPOCH_IDS, members).split()),
         schema_id=None if schema_id is None else int(schema_id),
         names=frozenset(summary.get(TABLE_NAMES, names).split()),

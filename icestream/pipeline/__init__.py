@@ -14,8 +14,8 @@ where to go on (`icestream.epoch.resume_point`).
 The source is told only what a destination remembers. An epoch without changes makes no snapshot:
 its frontier advances in memory, and becomes durable with the next epoch or heartbeat.
 
-Longer than 600 lines because the order of all steps, of a start, a replay and the stream, is read
-in one place.
+Longer than 600 lines because the order of all steps is read in one place: of a start, of tables
+that catch up, of dead letters that are tried again, and of the stream.
 """
 
 import itertools
@@ -191,7 +191,7 @@ class Pipeline:
         if not isinstance(source, TakesLetters):
             return
         _, resume = self._found()
-        behind = resume.unfinished or self._fed(resume.replays)
+        behind = resume.unfinished or self._fed(resume.behind)
         if not behind and not source.letters(resume.at, table, as_is):
             return
         self._take_over()
@@ -230,11 +230,11 @@ class Pipeline:
             brief(self._source.standing(resume.at).position) or "the beginning",
             extra={"pipeline": self.name, "epoch": resume.number},
         )
-        behind = {**self._without_history(progress), **self._fed(resume.replays)}
-        self._leave_alone(resume.replays.keys() - behind.keys())
+        behind = {**self._without_history(progress), **self._fed(resume.behind)}
+        self._leave_alone(resume.behind.keys() - behind.keys())
         self._finish(resume, {*behind, *self._writer.left_alone})
         for table, mine in behind.items():
-            self._replay(table, mine)
+            self._catch_up(table, mine)
         self._show(State.RUNNING)
         self._settled_number = self._number
 
@@ -254,7 +254,7 @@ class Pipeline:
     def _nothing_to_do(self, progress: Mapping[str, Progress], resume: Resume) -> bool:
         """Whether a run would leave everything as it is; then it need not even claim the tables."""
         self._durable = resume.at
-        behind = resume.unfinished or self._fed(resume.replays) or self._without_history(progress)
+        behind = resume.unfinished or self._fed(resume.behind) or self._without_history(progress)
         try:
             return not behind and not self._retry(partial(self._source.available, resume.at, None))
         except HistoryLost:
@@ -264,7 +264,7 @@ class Pipeline:
     def _finish(self, resume: Resume, behind: Collection[str]) -> None:
         """Bring an epoch that only some tables carry to the others, with the same bounds.
 
-        Tables in `behind` lack more than this epoch: they get it in its turn, by their replay.
+        Tables in `behind` lack more than this epoch: they get it in its turn, as they catch up.
         Tables that the source builds anew get it with all the rest.
         """
         epoch = resume.unfinished
@@ -321,14 +321,14 @@ class Pipeline:
                 f"the source no longer has all of epoch {epoch.number}", detail=detail, hint=hint
             )
 
-    def _fed(self, replays: Mapping[str, Progress]) -> dict[str, Progress]:
+    def _fed(self, behind: Mapping[str, Progress]) -> dict[str, Progress]:
         """Of tables that lie behind those that the source has changes of, as things are now."""
-        return {table: mine for table, mine in replays.items() if table not in self._start.unfed}
+        return {table: mine for table, mine in behind.items() if table not in self._start.unfed}
 
     def _leave_alone(self, tables: Collection[str]) -> None:
-        """Let tables that lie behind stay as they are: only a replay may bring them an epoch.
+        """Let tables that lie behind stay as they are: only catching up may bring them an epoch.
 
-        They left the configuration. Without their rows they would count as replayed, and what they
+        They left the configuration. Without their rows they would count as level, and what they
         lack would never come.
         """
         self._writer.left_alone = frozenset(tables)
@@ -350,7 +350,7 @@ class Pipeline:
         behind = self._start.behind.items()
         return {table: replace(progress.get(table, nothing), upper=at) for table, at in behind}
 
-    def _replay(self, table: str, progress: Progress) -> None:
+    def _catch_up(self, table: str, progress: Progress) -> None:
         """Bring a table that lies behind forward to the others, boundary by boundary."""
         lower = progress.upper
         purpose = CatchUp(table=table, durable=self._durable)
@@ -362,7 +362,7 @@ class Pipeline:
                 bounds.extend(upper for upper in ahead if self._durable.covers(upper))
             upper = bounds.popleft() if bounds else self._durable
             try:
-                self._replay_epoch(table, self._mint(lower, upper))
+                self._catch_up_epoch(table, self._mint(lower, upper))
                 lower = upper
                 self._show(State.STARTING)
             except SplitsLost as lost:
@@ -370,14 +370,14 @@ class Pipeline:
                 self._give_up(lost)
                 bounds.clear()
 
-    def _replay_epoch(self, table: str, epoch: Epoch) -> None:
+    def _catch_up_epoch(self, table: str, epoch: Epoch) -> None:
         """Bring one epoch to a table that lies behind."""
         plan = self._retry(partial(self._source.plan, epoch))
         plan = _only(plan, lambda tables: table in tables)
         last = epoch.upper == self._durable
         own = table.__eq__
         write = partial(self._writer.write, epoch, plan, takes_part=own, looked_up=own)
-        written = replace(write(), replaying=not last)
+        written = replace(write(), catching_up=not last)
         if written.reports or written.truncated:
             self._commit(epoch, written, write)
         elif last:
@@ -587,7 +587,7 @@ class Pipeline:
                 log.info("writing again: %s changed", stale, extra={"epoch": epoch.number})
                 # A table that took the epoch already is found to carry it, and keeps it as it is.
                 again = self._insist(epoch, write, bounded=True)
-                written = replace(again, replaying=written.replaying)
+                written = replace(again, catching_up=written.catching_up)
         position = self._source.standing(epoch.upper).position
         self.health.committed(epoch.number, position, results)
         log.info(
@@ -664,7 +664,7 @@ def missing_tables(
         expects = bool(resume.unfinished and mine.generation)
         if resume.lacking is not None:
             expects = table in resume.lacking
-        return bool(mine.epoch or mine.replaying or expects)
+        return bool(mine.epoch or mine.catching_up or expects)
 
     return [name for name in tables if not owned(name)]
 

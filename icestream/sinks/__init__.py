@@ -104,8 +104,8 @@ class Committed:
 class Written:
     """An epoch whose files are written and that waits for its commit.
 
-    `labels` are the source's own entries for the summaries; `replaying` says that these tables are
-    still catching up with the others.
+    `labels` are the source's own entries for the summaries; `catching_up` says that these tables
+    still lie behind the others.
     `changes` are those that were read, as the source counts them: an update is one.
     `truncated` names tables whose rows all go before the epoch's files are added; they commit even
     without files, and count among the epoch's tables.
@@ -115,7 +115,7 @@ class Written:
     reports: Sequence[Report]
     writer: Writer | None
     labels: Mapping[str, str]
-    replaying: bool = False
+    catching_up: bool = False
     truncated: frozenset[str] = frozenset()
     changes: int = 0
 
@@ -125,9 +125,9 @@ class Sink(Protocol):
 
     The loop's thread calls one method after the other. Threads of epochs call theirs one at a time,
     beside the loop's thread, but for `stored`, which may come beside any other; `prepare` is called
-    for several tables at once. While a start finishes or replays epochs, the loop's thread is the
-    thread of these epochs. Where a method may raise passing trouble (`Retryable`, `CommitUnknown`),
-    the loop waits and calls it again.
+    for several tables at once. While a start finishes an epoch or has tables catch up, the loop's
+    thread is the thread of these epochs. Where a method may raise passing trouble (`Retryable`,
+    `CommitUnknown`), the loop waits and calls it again.
 
     `Evolves`, `LooksUpRows` and `RemembersSources` are what some sinks can do beyond this.
     """

@@ -130,7 +130,7 @@ def test_without_the_count_of_tables_an_unfinished_epoch_is_taken_for_complete(m
             unfinished=None,
             carriers=found.carriers,
             tables=found.tables,
-            replays=found.replays,
+            behind=found.behind,
         )
 
     # There is no switch for it, so the loop gets what it would find without the count.

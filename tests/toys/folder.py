@@ -169,7 +169,7 @@ class ProgressFiles:
                     "lower": table.progress.lower.to_json(),
                     "upper": table.progress.upper.to_json(),
                     "tables": table.progress.tables,
-                    "replaying": table.progress.replaying,
+                    "catching_up": table.progress.catching_up,
                 },
             }
             for name, table in sorted(head.tables.items())
@@ -189,7 +189,7 @@ class ProgressFiles:
             lower=Frontier.from_json(said["lower"]),
             upper=Frontier.from_json(said["upper"]),
             tables=int(said["tables"]),
-            replaying=bool(said["replaying"]),
+            catching_up=bool(said["catching_up"]),
         )
 
 
@@ -270,7 +270,7 @@ class FolderSink:
         """Nothing is held open."""
 
     def _is_behind(self, table: str) -> bool:
-        return self._tables[table].progress.replaying
+        return self._tables[table].progress.catching_up
 
     def _publish(self, written: Written, files: Mapping[str, list[str]]) -> list[Committed]:
         started, epoch = time.monotonic(), written.epoch
@@ -283,7 +283,7 @@ class FolderSink:
             lower=epoch.lower,
             upper=epoch.upper,
             tables=len(files),
-            replaying=written.replaying,
+            catching_up=written.catching_up,
         )
         new = {
             name: replace(self._tables[name], progress=progress, files=added)

@@ -15,7 +15,9 @@ def at(position: int) -> Frontier:
     return Frontier({"log": (position,)}) if position else START
 
 
-def carries(number: int, lower: int, upper: int, tables: int, replaying: bool = False) -> Progress:
+def carries(
+    number: int, lower: int, upper: int, tables: int, catching_up: bool = False
+) -> Progress:
     return Progress(
         pipeline="p",
         generation=3,
@@ -23,12 +25,12 @@ def carries(number: int, lower: int, upper: int, tables: int, replaying: bool = 
         lower=at(lower),
         upper=at(upper),
         tables=tables,
-        replaying=replaying,
+        catching_up=catching_up,
     )
 
 
 def goes_on(resume: Resume) -> tuple[int, Frontier, Epoch | None, set[str], set[str]]:
-    return resume.number, resume.at, resume.unfinished, set(resume.carriers), set(resume.replays)
+    return resume.number, resume.at, resume.unfinished, set(resume.carriers), set(resume.behind)
 
 
 def test_the_batch_id_of_an_epoch_never_changes():
@@ -134,7 +136,7 @@ def test_a_table_that_the_last_epoch_does_not_know_was_away(number, upper):
         resume_point({"a": last, "c": away})
     # Each of these says why it may lie behind.
     for other, why in [
-        (last, replace(away, replaying=True)),
+        (last, replace(away, catching_up=True)),
         (replace(last, before={"A": 5, "C": number}), away),
         (replace(last, members=frozenset(), before={}), away),
     ]:
@@ -175,21 +177,21 @@ def test_tables_that_do_not_count_each_other_stop_the_pipeline():
 
 def test_a_table_that_was_rolled_back_is_replayed_up_to_the_others():
     """E8: the pipeline goes on where it was, and the table catches up first."""
-    progress = {"a": carries(7, 10, 20, 1), "b": carries(4, 5, 8, 1, replaying=True)}
+    progress = {"a": carries(7, 10, 20, 1), "b": carries(4, 5, 8, 1, catching_up=True)}
     resume = resume_point(progress)
     assert goes_on(resume) == (7, at(20), None, {"a"}, {"b"})
-    assert resume.replays["b"].upper == at(8)
+    assert resume.behind["b"].upper == at(8)
 
 
 def test_a_table_rolled_back_to_before_its_first_epoch_is_replayed_from_the_start():
     """E8: nothing of the table is left, everything is replayed."""
-    progress = {"a": carries(7, 10, 20, 1), "b": Progress(pipeline="p", replaying=True)}
+    progress = {"a": carries(7, 10, 20, 1), "b": Progress(pipeline="p", catching_up=True)}
     assert goes_on(resume_point(progress)) == (7, at(20), None, {"a"}, {"b"})
 
 
 def test_a_rolled_back_table_does_not_get_the_last_epoch_out_of_turn():
     """E8: what lies between its frontier and the last epoch would be applied after it, or never."""
-    progress = {"a": carries(7, 10, 20, 2), "b": carries(4, 5, 8, 1, replaying=True)}
+    progress = {"a": carries(7, 10, 20, 2), "b": carries(4, 5, 8, 1, catching_up=True)}
     resume = resume_point(progress)
     again = Epoch(number=7, lower=at(10), upper=at(20))
     assert goes_on(resume) == (7, at(10), again, {"a"}, {"b"})
@@ -199,7 +201,7 @@ def test_a_rolled_back_table_at_the_end_of_an_unfinished_epochs_lower_bound_is_b
     """E8: the replay goes to the end of the epoch that the others finish first."""
     progress = {
         "a": carries(7, 10, 20, 3),
-        "b": carries(6, 4, 10, 1, replaying=True),
+        "b": carries(6, 4, 10, 1, catching_up=True),
         "c": carries(5, 3, 4, 1),
     }
     assert goes_on(resume_point(progress))[3:] == ({"a"}, {"b"})
@@ -207,7 +209,7 @@ def test_a_rolled_back_table_at_the_end_of_an_unfinished_epochs_lower_bound_is_b
 
 def test_a_table_in_the_middle_of_its_replay_does_not_move_the_pipeline_back():
     """E8: epochs of a replay have high numbers and old bounds."""
-    progress = {"a": carries(7, 10, 20, 1), "b": carries(9, 5, 8, 1, replaying=True)}
+    progress = {"a": carries(7, 10, 20, 1), "b": carries(9, 5, 8, 1, catching_up=True)}
     assert goes_on(resume_point(progress)) == (9, at(20), None, {"a"}, {"b"})
 
 
@@ -219,7 +221,7 @@ def test_a_replay_that_has_ended_is_settled():
 
 def test_a_table_that_lost_only_claims_to_a_rollback_has_nothing_to_replay():
     """E8: it still carries the epoch, and must not get it a second time."""
-    progress = {"a": carries(7, 10, 20, 2, replaying=True), "b": carries(6, 4, 10, 1)}
+    progress = {"a": carries(7, 10, 20, 2, catching_up=True), "b": carries(6, 4, 10, 1)}
     again = Epoch(number=7, lower=at(10), upper=at(20))
     assert goes_on(resume_point(progress)) == (7, at(10), again, {"a"}, set())
 
@@ -227,26 +229,26 @@ def test_a_table_that_lost_only_claims_to_a_rollback_has_nothing_to_replay():
 def test_when_all_tables_were_rolled_back_the_furthest_is_the_frontier():
     """E8: nobody remembers what came after it."""
     progress = {
-        "a": carries(5, 8, 12, 1, replaying=True),
-        "b": carries(3, 2, 6, 1, replaying=True),
+        "a": carries(5, 8, 12, 1, catching_up=True),
+        "b": carries(3, 2, 6, 1, catching_up=True),
     }
     assert goes_on(resume_point(progress)) == (5, at(12), None, {"a"}, {"b"})
 
 
 def test_a_rolled_back_table_that_is_ahead_of_idle_ones_tells_the_frontier():
     """E8: a table that was idle for long says nothing of how far the pipeline was."""
-    progress = {"a": carries(5, 8, 12, 1, replaying=True), "b": carries(2, 2, 4, 1)}
+    progress = {"a": carries(5, 8, 12, 1, catching_up=True), "b": carries(2, 2, 4, 1)}
     assert goes_on(resume_point(progress)) == (5, at(12), None, {"a"}, set())
 
 
-def example(table: str, number: int, replaying: bool = False) -> Progress:
+def example(table: str, number: int, catching_up: bool = False) -> Progress:
     """The progress of a table in the example of the module `epoch`."""
     members, before = {
         5: ("abc", {}),
         7: ("ac", {"a": 5, "b": 5, "c": 5}),
         8: ("ab", {"a": 7, "b": 5, "c": 7}),
     }[number]
-    known = carries(number, 10 * number - 10, 10 * number, len(members), replaying)
+    known = carries(number, 10 * number - 10, 10 * number, len(members), catching_up)
     return replace(known, members=frozenset(members), before=before, table_id=table)
 
 
@@ -263,10 +265,10 @@ def example(table: str, number: int, replaying: bool = False) -> Progress:
 )
 def test_the_example_of_the_module_is_true(epochs, unfinished, position, behind):
     """E3: row by row; a number below zero is a table that is to be replayed."""
-    found = resume_point({t: example(t, abs(n), replaying=n < 0) for t, n in epochs.items()})
+    found = resume_point({t: example(t, abs(n), catching_up=n < 0) for t, n in epochs.items()})
     assert found.at == at(position)
     assert (found.unfinished.number if found.unfinished else None) == unfinished
-    assert set(found.replays) == behind
+    assert set(found.behind) == behind
     assert found.lacking == ({"b"} if unfinished else set())
 
 

@@ -880,7 +880,7 @@ def test_a_rolled_back_table_is_replayed_and_then_all_go_on():
     """E8: boundary by boundary, before anything new."""
     scene = Scene("ababab" + "ab", [2, 4, 6, 8])
     scene.carry("a", progress(3, 4, 6, 2), [0, 2, 4])
-    scene.carry("b", progress(1, 0, 2, 2, replaying=True), [1])
+    scene.carry("b", progress(1, 0, 2, 2, catching_up=True), [1])
     scene.run()
     assert scene.positions("a") == [0, 2, 4, 6]
     assert scene.positions("b") == [1, 3, 5, 7]
@@ -1125,7 +1125,7 @@ def test_a_rolled_back_table_without_changes_to_replay_is_settled():
     """E8: the end of the replay is published even when there is nothing to apply."""
     scene = Scene("abaa", [2, 4])
     scene.carry("a", progress(2, 2, 4, 1), [0, 2, 3])
-    scene.carry("b", progress(1, 0, 2, 2, replaying=True), [1])
+    scene.carry("b", progress(1, 0, 2, 2, catching_up=True), [1])
     scene.run()
     assert scene.positions("b") == [1]
     assert "icestream.replaying" not in scene.history("b")[-1].summary
@@ -1134,7 +1134,7 @@ def test_a_rolled_back_table_without_changes_to_replay_is_settled():
 def half_replayed() -> Scene:
     """Table `a` lies behind `b`: its replay was cut short, or its operator has asked for one."""
     scene = Scene("ababab" + "ab.", [2, 4, 6])
-    scene.carry("a", progress(1, 0, 2, 2, replaying=True), [0])
+    scene.carry("a", progress(1, 0, 2, 2, catching_up=True), [0])
     scene.carry("b", progress(3, 4, 6, 1), [1, 3, 5])
     return scene
 

@@ -54,7 +54,9 @@ class EpochPublisher:
         files = collect(written.reports, epoch.number)
         files.update({table: files.get(table, []) for table in sorted(written.truncated)})
         files = {table: closed for table, closed in files.items() if table not in complete}
-        new = replace(self._progress_of(epoch, {*carriers, *files}), replaying=written.replaying)
+        new = replace(
+            self._progress_of(epoch, {*carriers, *files}), catching_up=written.catching_up
+        )
         commits = {
             table: self._commit(table, new, closed, written)
             for table, closed in files.items()
@@ -80,7 +82,9 @@ class EpochPublisher:
         Only in a table that the source feeds: one that left the configuration stays as it is, and
         so does one that lies behind.
         """
-        up_to_date = [t for t, state in list(self._states.items()) if not state.progress.replaying]
+        up_to_date = [
+            t for t, state in list(self._states.items()) if not state.progress.catching_up
+        ]
         where = table or min(filter(self._tables.is_fed, up_to_date), default=None)
         if where not in self._states:
             return False

@@ -47,7 +47,7 @@ def settle(
     older = head.progress or Progress(pipeline=pipeline)
     if replay:
         _refuse_unserved(table, older.upper, verify)
-    kept = replace(older, replaying=True) if replay else newer
+    kept = replace(older, catching_up=True) if replay else newer
     newest = max(older.generation, newer.generation)
     progress = replace(kept, generation=newest + 1)
     entries = summaries.to_entries(progress).plus({summaries.CLAIM: rollback.claim_id})

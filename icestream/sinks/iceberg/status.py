@@ -40,4 +40,4 @@ def status(sink: IcebergSink, tables: Sequence[str], pipeline: str) -> list[dict
 def _state(head: Any) -> str:
     if head.progress is None:
         return "new"
-    return "replaying" if head.progress.replaying else "durable"
+    return "replaying" if head.progress.catching_up else "durable"

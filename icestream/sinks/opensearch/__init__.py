@@ -303,7 +303,7 @@ class OpenSearchSink:
             # One document speaks for all tables: whoever finds it finds the epoch complete.
             tables=1,
         )
-        standings = state.standings.after(state.progress, epoch.upper, tables, written.replaying)
+        standings = state.standings.after(state.progress, epoch.upper, tables, written.catching_up)
         commit = Commit(
             expected=state.progress,
             new=new,
@@ -554,7 +554,7 @@ def _progress(head: Head) -> dict[str, Progress]:
         table: replace(mine, generation=at.generation) for table, mine in standings.away.items()
     }
     for table, upper in standings.behind.items():
-        found[table] = replace(nothing, upper=upper, replaying=True)
+        found[table] = replace(nothing, upper=upper, catching_up=True)
     return {**found, BESIDE: replace(at, epoch=last.epoch)}
 
 

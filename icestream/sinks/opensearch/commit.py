@@ -129,7 +129,7 @@ class Standings:
         return replace(self.level, generation=last.generation) if self.level else last
 
     def after(
-        self, last: Progress, upper: Frontier, tables: Collection[str], replaying: bool
+        self, last: Progress, upper: Frontier, tables: Collection[str], catching_up: bool
     ) -> "Standings":
         """What becomes of it by an epoch of these tables up to `upper`; `last` was before it."""
         behind, unfilled = self.behind, self.unfilled.difference(tables)
@@ -138,7 +138,7 @@ class Standings:
             return Standings(behind=behind, unfilled=unfilled, away=away)
         # The others have been there: the epoch brings a table forward.
         behind = {table: at for table, at in behind.items() if table not in tables}
-        behind |= dict.fromkeys(tables, upper) if replaying else {}
+        behind |= dict.fromkeys(tables, upper) if catching_up else {}
         return Standings(level=self.level or last, behind=behind, unfilled=unfilled, away=away)
 
     def leaving(self, last: Progress, tables: Collection[str]) -> "Standings":

@@ -78,13 +78,19 @@ def test_the_summary_has_the_documented_entries():
     )
 
 
-@pytest.mark.parametrize("replaying", [False, True])
+@pytest.mark.parametrize("catching_up", [False, True])
 @pytest.mark.parametrize("upper", [PROGRESS.upper, MIDDLE, large(1)])
 @pytest.mark.parametrize("lower", [START, PROGRESS.lower, large(2)])
-def test_progress_is_read_back_as_it_was_written(lower, upper, replaying):
+def test_progress_is_read_back_as_it_was_written(lower, upper, catching_up):
     """E2: the destination remembers."""
     progress = Progress(
-        pipeline="p", generation=1, epoch=2, lower=lower, upper=upper, tables=3, replaying=replaying
+        pipeline="p",
+        generation=1,
+        epoch=2,
+        lower=lower,
+        upper=upper,
+        tables=3,
+        catching_up=catching_up,
     )
     assert read_back(to_entries(progress)) == progress
 
@@ -236,7 +242,7 @@ def test_side_files_of_earlier_versions_are_still_read():
 def test_all_entries_are_among_the_known_keys():
     """E4: what is written is also read; an entry left out of `KEYS` would be lost on the way."""
     for upper in (PROGRESS.upper, MIDDLE, large(1)):
-        written = to_entries(Progress(pipeline="p", epoch=1, upper=upper, replaying=True))
+        written = to_entries(Progress(pipeline="p", epoch=1, upper=upper, catching_up=True))
         assert set(written.summary) <= {*summaries.KEYS}
 
 

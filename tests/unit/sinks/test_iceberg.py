@@ -595,16 +595,16 @@ def test_a_rollback_can_be_replayed():
     """E8: replay from the older frontier."""
     lake = rolled_back()
     progress = sink(lake).settle_rollback("a", replay=True)
-    assert (progress.epoch, progress.replaying) == (1, True)
+    assert (progress.epoch, progress.catching_up) == (1, True)
     (claimed,) = sink(lake).claim([]).values()
-    assert (claimed.upper, claimed.replaying) == (Frontier({"log": (5,)}), True)
+    assert (claimed.upper, claimed.catching_up) == (Frontier({"log": (5,)}), True)
 
 
 def test_a_rollback_can_be_accepted():
     """E8: accept the rollback and go on."""
     lake = rolled_back()
     progress = sink(lake).settle_rollback("a", replay=False)
-    assert (progress.epoch, progress.replaying) == (3, False)
+    assert (progress.epoch, progress.catching_up) == (3, False)
     (claimed,) = sink(lake).claim([]).values()
     assert claimed.upper == Frontier({"log": (15,)})
     assert paths(lake, "a") == ["a-1.parquet"]

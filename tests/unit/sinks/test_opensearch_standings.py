@@ -32,23 +32,23 @@ def test_a_table_is_brought_forward_as_the_example_tells():
     standings = Standings().naming(["c"])
     found = _progress(head(level, standings, "a", "b", "c"))
     resume = resume_point(found)
-    assert (resume.at, resume.number, resume.replays) == (at(70), 7, {})
+    assert (resume.at, resume.number, resume.behind) == (at(70), 7, {})
     assert missing_tables(["a", "b", "c"], found, resume) == ["c"]
 
-    standings = standings.after(level, at(30), ["c"], replaying=True)
+    standings = standings.after(level, at(30), ["c"], catching_up=True)
     last = progress(8, 0, 30)
     found = _progress(head(last, standings, "a", "b", "c"))
     resume = resume_point(found)
     assert (resume.at, resume.number, resume.unfinished) == (at(70), 8, None)
-    assert {table: mine.upper for table, mine in resume.replays.items()} == {"c": at(30)}
+    assert {table: mine.upper for table, mine in resume.behind.items()} == {"c": at(30)}
     assert missing_tables(["a", "b", "c"], found, resume) == []
 
-    standings = standings.after(last, at(70), ["c"], replaying=False)
+    standings = standings.after(last, at(70), ["c"], catching_up=False)
     last = progress(9, 30, 70)
     resume = resume_point(_progress(head(last, standings, "a", "b", "c")))
-    assert (resume.at, resume.number, resume.replays) == (at(70), 9, {})
+    assert (resume.at, resume.number, resume.behind) == (at(70), 9, {})
 
-    standings = standings.after(last, at(80), ["a"], replaying=False)
+    standings = standings.after(last, at(80), ["a"], catching_up=False)
     assert standings == Standings()
     resume = resume_point(_progress(head(progress(10, 70, 80), standings, "a", "b", "c")))
     assert (resume.at, resume.number) == (at(80), 10)
@@ -66,12 +66,12 @@ def test_a_frontier_is_known_before_there_is_any_table():
 def test_a_table_that_lies_behind_stays_there_while_the_others_go_on():
     """E4: it left the configuration; what it lacks comes when it is back."""
     level = progress(7, 60, 70)
-    standings = Standings().after(level, at(30), ["c"], replaying=True)
-    standings = standings.after(progress(8, 0, 30), at(80), ["a"], replaying=False)
+    standings = Standings().after(level, at(30), ["c"], catching_up=True)
+    standings = standings.after(progress(8, 0, 30), at(80), ["a"], catching_up=False)
     found = _progress(head(progress(9, 70, 80), standings, "a", "c"))
     resume = resume_point(found)
     assert resume.at == at(80)
-    assert {table: mine.upper for table, mine in resume.replays.items()} == {"c": at(30)}
+    assert {table: mine.upper for table, mine in resume.behind.items()} == {"c": at(30)}
 
 
 @given(
@@ -91,7 +91,7 @@ def test_a_table_that_is_left_out_keeps_the_frontier_that_it_had():
     """E4: only its source knows what it lacks, by where it stood."""
     level = progress(7, 60, 70)
     standings = Standings(unfilled=frozenset(["n"])).leaving(level, ["b", "n"])
-    standings = standings.after(level, at(80), ["a"], replaying=False)
+    standings = standings.after(level, at(80), ["a"], catching_up=False)
     standings = standings.leaving(progress(8, 70, 80), ["b"])
     last = progress(9, 80, 90)
     found = _progress(head(last, standings, "a", "b", "n"))
@@ -102,6 +102,6 @@ def test_a_table_that_is_left_out_keeps_the_frontier_that_it_had():
         BESIDE: at(90),
     }
     resume = resume_point(found)
-    assert (resume.at, resume.number, resume.replays) == (at(90), 9, {})
-    back = standings.after(last, at(100), ["b"], replaying=False)
+    assert (resume.at, resume.number, resume.behind) == (at(90), 9, {})
+    back = standings.after(last, at(100), ["b"], catching_up=False)
     assert not back.away
