@@ -94,18 +94,18 @@ class EpochWriter:
         """
         takes_part = takes_part or all_but(self.left_alone)
         looked_up = looked_up or all_but(self.left_alone)
-        splits = plan.parts
+        parts = plan.parts
         truncated = frozenset(filter(takes_part, plan.truncated))
-        named = {table for split in splits for table in split.tables} | truncated
+        named = {table for part in parts for table in part.tables} | truncated
         for _ in range(REWRITES_MAX):
             with self._tables_lock:
                 tables = self._retry(partial(self._prepared, named))
                 # Changes of tables that cannot be made yet do nothing. A split that may be of many
                 # tables finds out by reading which ones it needs.
-                usable = [s for s in splits if _of_many(s) or not {*s.tables}.isdisjoint(tables)]
+                usable = [p for p in parts if _of_many(p) or not {*p.tables}.isdisjoint(tables)]
                 writer = self._retry(partial(self._sink.writer, epoch, tables))
             for table in itertools.filterfalse(looked_up, tables):
-                usable = [_with_stored(split, table, None) for split in usable]
+                usable = [_with_stored(part, table, None) for part in usable]
             failpoints.reach(failpoints.BEFORE_WRITE)
             try:
                 outcome = self._retry(partial(self._write_once, epoch, usable, writer))
@@ -113,11 +113,11 @@ class EpochWriter:
                 named |= self._made_ready(unready)
                 continue
             except ValuesNeeded as need:
-                splits = self._with_stored(epoch, splits, need)
+                parts = self._with_stored(epoch, parts, need)
                 continue
             failpoints.reach(failpoints.AFTER_WRITE)
             metrics.ROWS_READ.labels(self._name).inc(outcome.rows)
-            metrics.BYTES_READ.labels(self._name).inc(sum(split.size_bytes for split in usable))
+            metrics.BYTES_READ.labels(self._name).inc(sum(part.size_bytes for part in usable))
             labels = self._source.was_read(epoch, outcome.learned)
             return Written(
                 epoch=epoch,
@@ -150,7 +150,7 @@ class EpochWriter:
         return set(shapes)
 
     def _with_stored(
-        self, epoch: Epoch, splits: Sequence[Part], needed: ValuesNeeded
+        self, epoch: Epoch, parts: Sequence[Part], needed: ValuesNeeded
     ) -> Sequence[Part]:
         """Look up the rows that splits ask for, as the epochs before left them."""
         sink = self._sink
@@ -160,12 +160,12 @@ class EpochWriter:
         for need in needed.needs:
             ask = partial(sink.stored, need.table, need.keys, need.columns, epoch.lower)
             stored = self._retry(ask)
-            splits = [_with_stored(split, need.table, stored) for split in splits]
-        return splits
+            parts = [_with_stored(part, need.table, stored) for part in parts]
+        return parts
 
-    def _write_once(self, epoch: Epoch, splits: Sequence[Part], writer: Writer) -> Outcome:
+    def _write_once(self, epoch: Epoch, parts: Sequence[Part], writer: Writer) -> Outcome:
         description = f"icestream {self._name} epoch {epoch.number}"
-        return self._write_epoch(splits, writer, self._source.keyed, description)
+        return self._write_epoch(parts, writer, self._source.keyed, description)
 
     def _prepared(self, tables: Iterable[str]) -> list[str]:
         """The tables that are ready to be written to; some may have to be created first."""

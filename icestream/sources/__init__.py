@@ -19,7 +19,7 @@ from icestream.frontier import START, Frontier
 from icestream.schema import Column, Reads, TableShape
 from icestream.sources.named_columns import ColumnsSeen
 
-# The columns of a frame of changes; see `FrameSplit.frame`.
+# The columns of a frame of changes; see `FramePart.frame`.
 FRAME_OP, FRAME_ID, FRAME_ROW = "op", "id", "row"
 
 
@@ -205,7 +205,7 @@ class ComparedSplit(Protocol):
 
 
 @runtime_checkable
-class FrameSplit(Part, Protocol):
+class FramePart(Part, Protocol):
     """A part that is relational work: its changes come out of Spark, not of a reader.
 
     No row of the table has two changes in it.
@@ -278,9 +278,9 @@ class EpochPlan:
 
 def _refuse_unfinished(part: Part) -> None:
     """Raise for a class that is neither kind of part: by a lacking member it would be skipped."""
-    if isinstance(part, Split | FrameSplit):
+    if isinstance(part, Split | FramePart):
         return
-    kind = FrameSplit if hasattr(part, "frame") else Split
+    kind = FramePart if hasattr(part, "frame") else Split
     # A member may be a field, which the instance has.
     lacking = sorted(name for name in members(kind) if not hasattr(part, name))
     name = type(part).__name__

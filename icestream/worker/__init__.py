@@ -24,7 +24,7 @@ from icestream import failpoints
 from icestream.errors import ConfigInvalid
 from icestream.report import Done, Row, encode
 from icestream.sinks import SelectingWriter, Writer, WritesDocuments
-from icestream.sources import ComparedSplit, FrameSplit, Part, Split
+from icestream.sources import ComparedSplit, FramePart, Part, Split
 from icestream.spark import attempt_number, run_frame, run_tasks, task_frame
 from icestream.transform import BUCKET, ROW, TASK, Selects, TableSelect
 from icestream.transform.spark_schema import in_arrow
@@ -60,9 +60,9 @@ def write_epoch(
     Splits take one Spark job together, each frame one of its own. What tables lack is reported by
     all splits before it is raised, as one `Unready`.
     """
-    frames = [part for part in parts if isinstance(part, FrameSplit)]
+    frames = [part for part in parts if isinstance(part, FramePart)]
     # `EpochPlan` has refused what is neither.
-    splits = [cast(Split, part) for part in parts if not isinstance(part, FrameSplit)]
+    splits = [cast(Split, part) for part in parts if not isinstance(part, FramePart)]
     if frames:
         outcome = write_frames(selects, frames, writer, description)
         return _joined(outcome, write_epoch(spark, splits, writer, keyed, description, selects))

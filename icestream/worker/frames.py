@@ -28,7 +28,7 @@ from icestream.iceberg.rows import from_spark
 from icestream.report import Done, Row, encode
 from icestream.schema import Reads, SchemaGap, arrow_schema, gaps, schema_from_json
 from icestream.sinks import SelectingWriter, Writer, WritesDocuments
-from icestream.sources import FRAME_ID, FRAME_OP, FRAME_ROW, FrameSplit
+from icestream.sources import FRAME_ID, FRAME_OP, FRAME_ROW, FramePart
 from icestream.spark import as_retryable, attempt_number, in_session, run_frame
 from icestream.transform import (
     CHANGE_AT,
@@ -64,7 +64,7 @@ class _Partition:
 
 
 def write_frames(
-    selects: Selects | None, parts: Sequence[FrameSplit], writer: Writer, description: str
+    selects: Selects | None, parts: Sequence[FramePart], writer: Writer, description: str
 ) -> Outcome:
     """Have the changes of frames written by workers, a Spark job for each; the first error raises.
 
@@ -84,7 +84,7 @@ def write_frames(
     return Outcome(reports=reports, rows=sum(each.rows for each in outcomes), learned=[])
 
 
-def _partition(number: int, part: FrameSplit, writer: Writer) -> _Partition:
+def _partition(number: int, part: FramePart, writer: Writer) -> _Partition:
     chosen = writer.selects if isinstance(writer, SelectingWriter) else ()
     select = next((each for each in chosen if each.table == part.table), None)
     return _Partition(
@@ -94,7 +94,7 @@ def _partition(number: int, part: FrameSplit, writer: Writer) -> _Partition:
 
 def _write_frame(
     selects: Selects | None,
-    part: FrameSplit,
+    part: FramePart,
     frame: DataFrame,
     partition: _Partition,
     description: str,
@@ -122,7 +122,7 @@ def _write_frame(
     return outcome_of(rows, 0)
 
 
-def _refuse_lacking(part: FrameSplit, writer: Writer) -> None:
+def _refuse_lacking(part: FramePart, writer: Writer) -> None:
     """Raise `Unready` for columns that the table, or what is known of the source, lacks."""
     schema = schema_from_json(writer.schema_json(part.table))
     lacking = gaps(schema, part.columns, writer.key(part.table))
@@ -130,7 +130,7 @@ def _refuse_lacking(part: FrameSplit, writer: Writer) -> None:
         raise Unready([SchemaGap(part.table, lacking)])
 
 
-def _refuse_unread(part: FrameSplit, frame: DataFrame, reads: Reads | None) -> None:
+def _refuse_unread(part: FramePart, frame: DataFrame, reads: Reads | None) -> None:
     """A column that Spark does not read would be null in every row, and nobody would know."""
     there = _names(frame)
     names = [column.name for column in part.columns]

@@ -49,7 +49,7 @@ from icestream.sources import (
     FRAME_OP,
     FRAME_ROW,
     EpochPlan,
-    FrameSplit,
+    FramePart,
     Purpose,
     Remembered,
     Source,
@@ -381,14 +381,14 @@ class IcebergSource(Source):
             )
             self._bars[each.name] = bar, sizes
 
-    def _split(self, each: _Followed, before: Position, after: Position) -> FrameSplit | None:
+    def _split(self, each: _Followed, before: Position, after: Position) -> FramePart | None:
         if _is_choice(before, after):
             return None
         if before[1] == _LOADING:
             return self._load_split(each, before, after)
         return self._change_split(each, before[0], after[0])
 
-    def _load_split(self, each: _Followed, before: Position, after: Position) -> FrameSplit:
+    def _load_split(self, each: _Followed, before: Position, after: Position) -> FramePart:
         history = each.changelog.history
         snapshot = history.at(self._options.branch, after[0])
         files: Files = history.files(snapshot)
@@ -405,7 +405,7 @@ class IcebergSource(Source):
 
         return self._event_split(each, snapshot, events, sum(files.sizes[start:end]))
 
-    def _change_split(self, each: _Followed, before: int, after: int) -> FrameSplit | None:
+    def _change_split(self, each: _Followed, before: int, after: int) -> FramePart | None:
         def found() -> tuple[Snapshot | None, list[Snapshot]]:
             start = None if before == _BEFORE_ALL else before
             with _as_source():
@@ -428,7 +428,7 @@ class IcebergSource(Source):
         snapshot: Snapshot,
         events: Callable[[Stage], DataFrame | None],
         size_bytes: int,
-    ) -> FrameSplit:
+    ) -> FramePart:
         history, key = each.changelog.history, self._key(each.options)
         columns = _columns(history.schema_json(snapshot))
         self._shapes[each.name] = TableShape(columns=columns, key=key, table_id=history.uuid)

@@ -118,7 +118,7 @@ class NearlyFrame:
     ("part", "told"),
     [
         (NearlySplit(), "NearlySplit is no Split: it lacks with_stored"),
-        (NearlyFrame(), "NearlyFrame is no FrameSplit: it lacks version"),
+        (NearlyFrame(), "NearlyFrame is no FramePart: it lacks version"),
     ],
 )
 def test_a_part_that_lacks_one_method_is_refused_when_its_epoch_is_planned(part, told):
