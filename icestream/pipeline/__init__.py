@@ -49,7 +49,7 @@ from icestream.frontier import Frontier
 from icestream.patience import Patience, Stopped, Trouble
 from icestream.pipeline.cadence import Cadence
 from icestream.pipeline.health import Health, State, brief
-from icestream.pipeline.writing import REWRITES_MAX, EpochWriter, WriteEpoch, all_but
+from icestream.pipeline.writing import REWRITES_MAX, EpochRunner, WriteEpoch, all_but
 from icestream.report import describe
 from icestream.sinks import (
     SINK_ABILITIES,
@@ -103,7 +103,7 @@ class Pipeline:
         self.name = name
         self.health = Health(name)
         self._write_epoch = write_epoch
-        self._writer = EpochWriter(
+        self._runner = EpochRunner(
             *(name, source, sink, self._write_parts, self._retry, self._await_turn)
         )
         self._source = source
@@ -199,7 +199,7 @@ class Pipeline:
             self._end_if_stopped()
             epoch = self._mint(self._durable, letters.after(self._durable))
             plan = self._retry(partial(self._source.plan, epoch))
-            self._settle(epoch, plan, self._writer.write(epoch, plan))
+            self._settle(epoch, plan, self._runner.write(epoch, plan))
             tried[:] = source.tried()
 
     def _found(self) -> tuple[Mapping[str, Progress], Resume]:
@@ -232,7 +232,7 @@ class Pipeline:
         )
         behind = {**self._without_history(progress), **self._fed(resume.behind)}
         self._leave_alone(resume.behind.keys() - behind.keys())
-        self._finish(resume, {*behind, *self._writer.left_alone})
+        self._finish(resume, {*behind, *self._runner.left_alone})
         for table, mine in behind.items():
             self._catch_up(table, mine)
         self._show(State.RUNNING)
@@ -281,7 +281,7 @@ class Pipeline:
             plan = _only(plans[-1], lambda tables: not others.issuperset(tables))
             # Values are looked up in tables that have the epoch as these were before it. Tables
             # that lag are not asked: they have not reached the epoch's start.
-            written = self._writer.write(
+            written = self._runner.write(
                 epoch, plan, takes_part=all_but(others), looked_up=all_but(excused)
             )
             found = {report.table for report in written.reports}
@@ -331,7 +331,7 @@ class Pipeline:
         They left the configuration. Without their rows they would count as level, and what they
         lack would never come.
         """
-        self._writer.left_alone = frozenset(tables)
+        self._runner.left_alone = frozenset(tables)
         for table in sorted(tables):
             log.warning(
                 "table %s lies behind and is not fed now: it stays as it is, and is brought "
@@ -376,7 +376,7 @@ class Pipeline:
         plan = _only(plan, lambda tables: table in tables)
         last = epoch.upper == self._durable
         own = table.__eq__
-        write = partial(self._writer.write, epoch, plan, takes_part=own, looked_up=own)
+        write = partial(self._runner.write, epoch, plan, takes_part=own, looked_up=own)
         written = replace(write(), catching_up=not last)
         if written.reports or written.truncated:
             self._commit(epoch, written, write)
@@ -395,7 +395,7 @@ class Pipeline:
                             break
                         epoch = self._mint(lower, upper)
                         plan = self._retry(partial(self._source.plan, epoch))
-                        future = pool.submit(self._writer.write, epoch, plan)
+                        future = pool.submit(self._runner.write, epoch, plan)
                         in_flight.append((epoch, plan, future))
                         lower = upper
                     if in_flight:
@@ -514,7 +514,7 @@ class Pipeline:
     def _settle(self, epoch: Epoch, plan: EpochPlan, written: Written) -> None:
         """Make an epoch that was written durable, and tell the source."""
         if written.reports or written.truncated:
-            self._commit(epoch, written, partial(self._writer.write, epoch, plan))
+            self._commit(epoch, written, partial(self._runner.write, epoch, plan))
             self._observe_freshness(plan)
         elif not self._heartbeat(epoch, plan):
             self._mark_settled(epoch)
@@ -545,7 +545,7 @@ class Pipeline:
         milestone = plan.milestone(self._durable)
         if not due and not milestone:
             return False
-        named = sorted({t for part in plan.parts for t in part.tables} - self._writer.left_alone)
+        named = sorted({t for part in plan.parts for t in part.tables} - self._runner.left_alone)
         if milestone and len(named) == 1 and self._publish_frontier(epoch, named[0]):
             return True
         return self._publish_frontier(epoch)

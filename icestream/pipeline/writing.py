@@ -54,7 +54,7 @@ class Retry(Protocol):
         ...
 
 
-class EpochWriter:
+class EpochRunner:
     """Has epochs written for one run of a pipeline; several threads may ask at once.
 
     `await_turn` returns once all epochs before one are durable. Tables in `left_alone` lie behind
