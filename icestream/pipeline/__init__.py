@@ -564,9 +564,9 @@ class Pipeline:
             self._source.ack(lower)
 
     def _write_parts(
-        self, parts: Sequence[Any], writer: Writer, keyed: bool, description: str
+        self, parts: Sequence[Any], writer: Writer, key_in_one_split: bool, description: str
     ) -> Outcome:
-        return self._write_epoch(parts, writer, keyed, description)
+        return self._write_epoch(parts, writer, key_in_one_split, description)
 
     def _await_turn(self, epoch: Epoch) -> None:
         """Return once all epochs before this one are settled; raises when it was given up."""

@@ -165,7 +165,7 @@ class EpochRunner:
 
     def _write_once(self, epoch: Epoch, parts: Sequence[Part], writer: Writer) -> Outcome:
         description = f"icestream {self._name} epoch {epoch.number}"
-        return self._write_epoch(parts, writer, self._source.keyed, description)
+        return self._write_epoch(parts, writer, self._source.key_in_one_split, description)
 
     def _prepared(self, tables: Iterable[str]) -> list[str]:
         """The tables that are ready to be written to; some may have to be created first."""

@@ -411,7 +411,7 @@ class Source(Protocol):
     A source subclasses it. `icestream.sources.abilities` has what some can do beyond this.
     """
 
-    keyed: bool
+    key_in_one_split: bool
     """All changes of a key are in one split of an epoch; else they are brought together first."""
 
     @abstractmethod

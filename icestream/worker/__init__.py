@@ -51,7 +51,7 @@ def write_epoch(
     spark: SparkSession,
     parts: Sequence[Part],
     writer: Writer,
-    keyed: bool,
+    key_in_one_split: bool,
     description: str,
     selects: Selects | None = None,
 ) -> Outcome:
@@ -65,8 +65,10 @@ def write_epoch(
     splits = [cast(Split, part) for part in parts if not isinstance(part, FramePart)]
     if frames:
         outcome = write_frames(selects, frames, writer, description)
-        return _joined(outcome, write_epoch(spark, splits, writer, keyed, description, selects))
-    shares = shares_of(splits, writer, keyed, spark.sparkContext.defaultParallelism)
+        return _joined(
+            outcome, write_epoch(spark, splits, writer, key_in_one_split, description, selects)
+        )
+    shares = shares_of(splits, writer, key_in_one_split, spark.sparkContext.defaultParallelism)
     if selects and splits and isinstance(writer, SelectingWriter) and writer.selects:
         rows = _through_spark(selects, splits, writer, shares, description)
     else:

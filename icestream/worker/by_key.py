@@ -49,9 +49,15 @@ class Shares:
         return next(t for t, start in self.starts.items() if start <= bucket < start + self.each)
 
 
-def shares_of(splits: Sequence[Split], writer: Writer, keyed: bool, parallelism: int) -> Shares:
-    """Tables whose changes lie in one split need no shuffle, whatever the source promises."""
-    if keyed:
+def shares_of(
+    splits: Sequence[Split], writer: Writer, key_in_one_split: bool, parallelism: int
+) -> Shares:
+    """The tables whose changes are brought together by key, each with its buckets.
+
+    None, if the source has all changes of a key in one split. Else the tables with a key that two
+    or more splits may have changes of.
+    """
+    if key_in_one_split:
         return Shares(starts={}, each=parallelism)
     named = Counter(table for split in splits for table in split.tables)
     # A split of many tables may meet more of them than it knows.

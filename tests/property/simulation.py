@@ -308,7 +308,7 @@ class StreamSplit:
 class StreamSource(Source):
     """The `Source` of one process; what it was told to forget it no longer serves."""
 
-    keyed = True
+    key_in_one_split = True
 
     def __init__(self, process: "Process"):
         self._process = process

@@ -92,7 +92,7 @@ class Counter(Source):
     """See the module and `icestream.sources.Source`."""
 
     # A table's numbers may be cut into several splits, and an update comes long after its insert.
-    keyed = False
+    key_in_one_split = False
 
     def __init__(self, options: CounterOptions, budget: Budget):
         self._options = options

@@ -104,7 +104,7 @@ def frontier(position: int) -> Frontier:
 class LogSource(Source):
     """A log of table names with fixed boundaries; it notes what it is asked and told."""
 
-    keyed = True
+    key_in_one_split = True
 
     def __init__(self, log: str, bounds: Sequence[int], notes: list[str]):
         self.log, self.bounds, self.notes = log, list(bounds), notes
@@ -459,7 +459,7 @@ def promised_threads() -> dict[str, str]:
     """What the docstring of each method says of the thread that calls it."""
     found = {}
     for protocol in (Source, *SOURCE_ABILITIES, Sink, *SINK_ABILITIES):
-        for method in members(protocol) - {"keyed"}:
+        for method in members(protocol) - {"key_in_one_split"}:
             told = " ".join(getattr(protocol, method).__doc__.split())
             assert "Raises " in told, method
             thread = told.split("Thread: ")[1].split(".")[0]
@@ -476,7 +476,7 @@ def test_the_docstring_of_each_question_says_who_asks_it_and_what_it_may_raise()
     threads = promised_threads()
     known = (LOOP, EPOCHS, "any", "outside of runs")
     assert [name for name, thread in threads.items() if not thread.startswith(known)] == []
-    assert len(members(Source) - {"keyed"}) <= 9
+    assert len(members(Source) - {"key_in_one_split"}) <= 9
     assert len(members(Sink)) == 7
 
 
@@ -531,7 +531,7 @@ def test_threads_of_epochs_call_what_a_source_expects_of_them():
     Pipeline("p", source, sink, cadence, source.write).run(once=True)
     by_epochs = {name for name, thread in PROMISED.items() if thread.startswith(EPOCHS)}
     assert {"shape", "was_read"} <= source.elsewhere
-    assert source.elsewhere <= by_epochs | {"keyed"}
+    assert source.elsewhere <= by_epochs | {"key_in_one_split"}
     assert source.beside_epochs.isdisjoint(ALONE)
 
 

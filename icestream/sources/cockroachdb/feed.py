@@ -25,7 +25,7 @@ T = TypeVar("T")
 class Changefeed(Source):
     """The base of all sources over changefeeds."""
 
-    keyed = False
+    key_in_one_split = False
 
     def __init__(self, options: CockroachdbOptions, pipeline: str, budget: Budget):
         self._options = options

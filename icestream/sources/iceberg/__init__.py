@@ -142,7 +142,7 @@ class EventSplit:
 class IcebergSource(Source):
     """See the module and `icestream.sources.Source`."""
 
-    keyed = True
+    key_in_one_split = True
 
     def __init__(
         self,

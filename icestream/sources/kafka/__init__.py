@@ -68,7 +68,7 @@ class KafkaSource(Source):
     def __init__(
         self, options: KafkaOptions, pipeline: str, reading: Reading, budget: Budget, workers: int
     ):
-        self.keyed = options.keyed
+        self.key_in_one_split = options.keyed
         self.run = KafkaRun(
             options=options,
             reading=reading,

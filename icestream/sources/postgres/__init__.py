@@ -49,7 +49,7 @@ from icestream.sources.postgres.watch import SlotWatch
 class PostgresSource(Source):
     """See the module and `icestream.sources.Source`, which says by which thread each is called."""
 
-    keyed = True
+    key_in_one_split = True
 
     def __init__(
         self,

@@ -50,7 +50,7 @@ CAN = {
 
 def test_a_source_is_asked_nine_questions_and_each_has_two_that_answer():
     """U9: what only one source knows is an ability, and no question of all."""
-    questions = members(Source) - {"keyed"}
+    questions = members(Source) - {"key_in_one_split"}
     assert len(questions) == 9
     for question in questions:
         own = [kind for kind in ALL if getattr(kind, question) is not getattr(Source, question)]
