@@ -41,7 +41,8 @@ fix: setup ## format and mend what can be mended
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-test: check ## everything a change must pass, set-up included
+test: setup ## everything a change must pass, set-up included
+	@$(BIN)/icestream warm-up tests/warm-up.yaml & warm=$$!; $(MAKE) --no-print-directory check && wait $$warm
 	$(PYTEST) -q $(BOTH_CORES) -m "not long" $(TESTS)
 
 test-durations: setup ## the same, and measure the files anew for the order in which they run

@@ -1,4 +1,4 @@
-"""The command line: run, check, status, changes, rollback, replay, schema, demo.
+"""The command line: run, check, status, changes, rollback, replay, schema, warm-up, demo.
 
 Data goes to stdout, talk to stderr. Exit codes: 0 done, 1 could not (may succeed later), 2 the
 configuration is wrong, 3 an operator must decide, 4 fenced by a newer run, 5 an invariant broke;
@@ -24,6 +24,7 @@ from icestream.config import (
     PipelineConfig,
     SparkOptions,
     behind_selects,
+    catalogs,
     load,
     open_pipeline,
     open_session,
@@ -124,6 +125,7 @@ def _parser() -> argparse.ArgumentParser:
         help="print the JSON Schema of the pipeline file, for editors",
     )
     schema.set_defaults(command=_schema)
+    _add_warm_up(commands, with_file)
     demo = commands.add_parser(
         "demo", parents=[_shared_options("warning")], help="show the main job end to end"
     )
@@ -149,6 +151,19 @@ def _add_replay(commands: Any, with_file: argparse.ArgumentParser) -> None:
         "them; for letters that the topic no longer reaches back to",
     )
     replay.set_defaults(command=_replay)
+
+
+def _add_warm_up(commands: Any, with_file: argparse.ArgumentParser) -> None:
+    warm_up = commands.add_parser(
+        "warm-up",
+        parents=[with_file],
+        help="make this machine ready, so that pipelines start sooner",
+        description="Make this machine ready, so that pipelines start sooner: the jars that the "
+        "file's pipelines need are fetched, and Java's classes are written into an archive in the "
+        "cache folder. It takes about a minute and is needed once for each version of icestream, "
+        "for example when an image is built. No source and no catalog is asked.",
+    )
+    warm_up.set_defaults(command=_warm_up)
 
 
 def _add_changes(commands: Any) -> None:
@@ -443,6 +458,16 @@ def _schema(options: argparse.Namespace) -> int:
     from icestream.file_schema import file_schema
 
     sys.stdout.write(json.dumps(file_schema(), indent=None if options.json else 1) + "\n")
+    return 0
+
+
+def _warm_up(options: argparse.Namespace) -> int:
+    # Spark is imported for it, which other commands do without.
+    from icestream.warm_up import warm_up
+
+    config = load(options.file, options.pipeline)
+    archive = warm_up(catalogs(config.pipelines))
+    _print([{"archive": str(archive)}], options.json, lambda row: f"classes in {row['archive']}")
     return 0
 
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import reduce
 from operator import add, and_, or_
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -47,6 +46,7 @@ from pyspark.sql.functions import (
 from pyspark.sql.functions import sum as sum_of
 from pyspark.sql.types import BinaryType, StringType, StructField, StructType
 
+from icestream.class_archive import ClassArchive
 from icestream.errors import DataRejected, SparkFailed
 from icestream.java import cache_folder, jars, java_home, quiet_java, write_atomically
 from icestream.java_calls import make_calls_cheap
@@ -70,6 +70,7 @@ _BUNDLES = {
     ("abfs:", "abfss:", "wasb:"): f"org.apache.iceberg:iceberg-azure-bundle:{ICEBERG_VERSION}",
 }
 
+_JAVA_OPTIONS = "spark.driver.defaultJavaOptions"
 _TRIED_AGAIN = "Look at the Spark log; the epoch will be tried again."
 ROW_SCHEMA = "kind string, bucket int, payload binary"
 # What expressions raise on values, as exceptions of their own or in the words of a failed job.
@@ -126,9 +127,14 @@ def session(
     home = java_home()
     os.environ["JAVA_HOME"] = str(home)
     os.environ["PYSPARK_PYTHON"] = os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
-    os.environ.setdefault("SPARK_CONF_DIR", str(_quiet_folder()))
+    needed = jars(packages(catalogs))
+    given = {str(name): str(value) for name, value in conf.items()}
+    options = [f'"{each}"' for each in (*_quiet(), *ClassArchive(home, needed).options())]
     settings = {
-        "spark.jars": ",".join(map(str, jars(packages(catalogs)))),
+        "spark.jars": ",".join(map(str, needed)),
+        # Classes come from the archive only if their jars are on the path from the start.
+        "spark.driver.extraClassPath": os.pathsep.join(map(str, needed)),
+        _JAVA_OPTIONS: " ".join([*options, given.pop(_JAVA_OPTIONS, "")]),
         "spark.sql.extensions": "org.apache.iceberg.spark.extensions.IcebergSparkSessionExtensions",
         "spark.ui.enabled": "false",
         "spark.ui.showConsoleProgress": "false",
@@ -139,7 +145,7 @@ def session(
         # The place in our code that made a column, for messages: ten calls of Java for each column.
         "spark.python.sql.dataFrameDebugging.enabled": "false",
         **_local_settings(master),
-        **{str(name): str(value) for name, value in conf.items()},
+        **given,
     }
     builder = SparkSession.builder.appName("icestream").master(_with_retries(master))
     for name, value in settings.items():
@@ -171,13 +177,26 @@ def _with_retries(master: str) -> str:
     return f"local[{local[1] or 1},{TASK_ATTEMPTS_MAX}]" if local else master
 
 
-def _quiet_folder() -> Path:
-    """A folder with Spark's log settings: errors only, on stderr."""
+def _quiet() -> list[str]:
+    """Options of the JVM that have Spark log errors only, on stderr, unless a user has settings.
+
+    Spark puts the folder of its settings before the jars. Were there a file in it, Java would use
+    no archive of classes; so the folder is empty, and the file has a path of its own.
+    """
+    empty = cache_folder() / "spark-conf"
+    if os.environ.setdefault("SPARK_CONF_DIR", str(empty)) != str(empty):
+        return []
+    empty.mkdir(exist_ok=True)
     path = cache_folder() / "spark" / "log4j2.properties"
     if not path.exists() or path.read_text() != _LOG_SETTINGS:
         path.parent.mkdir(exist_ok=True)
         write_atomically(path, _LOG_SETTINGS)
-    return path.parent
+    return [f"-Dlog4j2.configurationFile={path}"]
+
+
+def class_archive(catalogs: Sequence[Mapping[str, str]]) -> ClassArchive:
+    """The archive of the classes that a session with these catalogs loads."""
+    return ClassArchive(java_home(), jars(packages(catalogs)))
 
 
 def attach_catalog(spark: SparkSession, name: str, properties: Mapping[str, str]) -> None:

@@ -16,7 +16,7 @@ PACKAGE = "icestream"
 LAYERS = (
     ("__main__",),
     ("cli", "preloaded"),
-    ("status", "demo", "file_schema"),
+    ("status", "demo", "file_schema", "warm_up"),
     ("samples",),
     ("config",),
     ("connectors",),
@@ -34,6 +34,7 @@ LAYERS = (
     ("formats",),
     ("change", "schema"),
     ("frontier",),
+    ("class_archive",),
     ("java", "java_calls"),
     ("patience", "report"),
     ("metrics",),
@@ -47,6 +48,7 @@ IMPORTERS_OF_SAMPLES = {"demo"}
 CONFINED = {
     "pyspark": {
         *("spark", "transform", "transform.spark_schema", "config", "status", "demo"),
+        "warm_up",
         *("worker", "worker.frames", "worker.wide", "documents"),
         *("sources", "sources.iceberg", "sources.iceberg.changelog"),
         *("sources.iceberg.identifiers", "sources.iceberg.rewritten", "preloaded"),
@@ -74,6 +76,7 @@ GATEWAY_MODULES = {
     "iceberg.snapshots",
     "iceberg.session",
     "spark",
+    "warm_up",
 }
 BANNED_WORDS = {
     *("util", "helper", "common", "misc", "base", "manager", "handler", "processor", "core"),
