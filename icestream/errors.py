@@ -1,4 +1,4 @@
-"""Every error icestream raises, sorted by what the one who catches it does.
+"""The errors that end a run or make it wait, sorted by what the one who catches them does.
 
     IcestreamError(message, *, detail, hint)
     ├── Retryable        SourceUnavailable, TargetUnavailable, CommitConflict, SparkFailed
@@ -12,6 +12,9 @@
 Messages read like PostgreSQL's: the primary line in lowercase without a period, then detail and
 hint as sentences. "could not" is for what may succeed later, "cannot" for what never will.
 No error carries a secret that the configuration took from the environment.
+
+What only two modules speak of lives with them: `SplitsLost` and `SchemaGap` with sources and
+schemas, `StaleWrite` with sinks.
 """
 
 from typing import Any

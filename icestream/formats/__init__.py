@@ -14,5 +14,6 @@ A record passes these modules from top to bottom:
 | `wire`, `columns`, `arrow_fields` | what both of these share: values, words, fields |
 | `rows`, `text_fields` | what all formats answer with: records, rows and fields |
 
-Nothing here knows a source. Kafka and CockroachDB use it.
+Nothing here imports a source. Kafka and CockroachDB use it; words of theirs stand in options and
+reasons alone.
 """
