@@ -120,9 +120,11 @@ def last_epoch_snapshot(handle: TableHandle, pipeline: str, branch: str) -> int 
 
 
 def snapshot_before(handle: TableHandle, metadata: Any, snapshot: Any, past: Past) -> Any:
-    """The newest snapshot on the way back from one that has not passed a frontier, or None.
+    """The newest state, on the way back from a snapshot, without an epoch past `past.before`.
 
-    Those of others stay where no snapshot of the pipeline's own beneath them has passed it.
+    An example with the snapshots 70 (epoch 7), 80 (epoch 8) and 90 (compaction): for the start of
+    epoch 8 it is 70, because 90 lies on top of 80. For the start of epoch 9 it is 90. None: there
+    was no snapshot before.
     """
     found = snapshot
     for _ in range(ANCESTORS_MAX):

@@ -153,9 +153,10 @@ class Sink(Protocol):
     def prepare(self, table: str, shape: Callable[[], TableShape | None]) -> bool:
         """Make sure that the table is there, claimed, and its key known.
 
-        `shape` is asked when the table must be created, never took an epoch, or does not tell its
-        key; when it has no answer yet (None) and the table does not exist, or has never taken an
-        epoch and none waits for it, nothing is made and False is returned.
+        The sink calls `shape` in three cases: the table is not there; it has no epoch yet; it does
+        not tell its key. If `shape` returns None, the sink makes no table. It returns False if the
+        table is not there. It also returns False if the table has no epoch and no unfinished epoch
+        needs it.
         Thread: those of epochs. Raises `Fenced`, `SchemaRejected`, `ConfigInvalid`, `Retryable`.
         """
         ...

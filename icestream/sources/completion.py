@@ -5,9 +5,10 @@
     change of key 1: n = 3, big = (left out) ──► "text"
 
 A value is that of the row's change before in the same epoch. For a row's first change it is what
-the destination has once all earlier epochs are committed (`icestream.sources.ValuesNeeded`). It is
-never null: a null is small and is always sent, so a null in its place means that the row which is
-found is not the one that the change began with. What is found nowhere is said, never guessed.
+the destination has once all earlier epochs are committed (`icestream.sources.ValuesNeeded`). A
+source leaves out large values only, and always sends null. So a value that is missing was not null.
+If the stored row has null there, it is another row, and its value is not used. What is found
+nowhere is said, never guessed.
 
 All changes of a key must be given together, in the order in which they happened.
 """

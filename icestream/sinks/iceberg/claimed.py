@@ -179,10 +179,10 @@ class ClaimedTables:
     def refuse_rivals(self) -> None:
         """Make sure that this run still owns the pipeline before it writes to new tables.
 
-        A new table is on no successor's list. So it is claimed first, and then a table that every
-        successor claims is looked at; a successor claims first, and then lists tables again. Either
-        this run sees the claim or the successor sees the table. As long as there is no such table,
-        each run looks at all that there are.
+        An example: run 3 makes table t after run 4 has listed the tables. Run 3 claims t, then
+        reads table a, which every run claims. Run 4 claims a, then lists again. Either run 3 sees
+        generation 4 in a and stops, or run 4 finds t in its second list. As long as no table is
+        known to be claimed by every run, each run looks at all that there are.
         """
         branch = self._branch
         # Other tables are prepared meanwhile.

@@ -118,9 +118,11 @@ class EpochPublisher:
         return [t for t, state in list(self._states.items()) if state.progress.same_epoch(span)]
 
     def _complete(self, epoch: Epoch) -> set[str]:
-        """Tables without a part in the epoch, as their letters say, or the other way round.
+        """Tables that must not take the epoch any more, for it was written without them.
 
-        An older writing found no row, or no letter; this one may, if the schema has changed.
+        An example: table `orders` has taken epoch 7 and says that the tables of epoch 7 are
+        {orders}. So `orders__dead_letters` must not take epoch 7, even if a second reading, by
+        another schema, finds letters. The same holds with both names exchanged.
         """
         carriers, complete = self._carriers(epoch), set()
         for table in carriers:

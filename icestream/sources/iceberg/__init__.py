@@ -11,10 +11,10 @@ An epoch moves one table: by a group of files while it is loaded, later by one s
 several that are there and small (`group_bytes`), or by all that are there with `net_changes`.
 Several are taken as the difference that they make together.
 
-What a run sends may be seen before its progress is. A run that takes over must send the same again
-or more, never less: a row that came and went between two choices of a snapshot would stay for ever.
-So the choice itself is made durable first, by an epoch without changes: `(number, 0, 0)` before a
-load, `(number, 1, aim)` before the changes up to the snapshot of the number `aim`. When the branch
+What a run sends may be seen before its progress is. An example: run 1 sends snapshot 13 and dies.
+Row 5 is in snapshot 13 and was deleted in 14. If run 2 went from 12 straight to 14, it would see no
+change of row 5, and document 5 would stay. So run 1 first writes `(12, 1, 13)`, by an epoch without
+changes, and run 2 takes 13 before 14. Before a load `(number, 0, 0)` is written. When the branch
 is rolled back to before a snapshot that was chosen, the run that takes over stops: documents of
 that snapshot may be there, and nobody knows which.
 """

@@ -155,8 +155,9 @@ class Changelog:
         """What changed after `older` along a path of snapshots; None when no file did.
 
         `whole` tells also what was before, and looks it up where deletes name identifiers alone.
-        Else such a delete may be of what never was, and an update of it an insert: documents come
-        out the same. The result can be used until the stage is closed.
+        Without it nobody looks whether a row with identifier 7 was there: a delete of 7 is told
+        although there may have been no row, and an update of 7 may be told as an insert. An index
+        ends up the same. The result can be used until the stage is closed.
         """
         newer = path[-1]
         step = self.history.step(older, path, frozenset(() if whole else self._key_ids))

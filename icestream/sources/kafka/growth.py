@@ -10,8 +10,9 @@ an older one. After the span each partition is read by itself again. The frontie
 (`/grown <topic> <id>: (until, grown, passed)`), so that a restart reads in the same way.
 
 At a first start nobody knows whether the topic has grown before. But a partition has no record from
-before it was made. So what is younger than the first record of every partition was written after
-all growth, and only what is older is read in the order of time.
+before it was made. An example: the first records of partitions 0, 1 and 2 are from 9:00, 9:00 and
+12:00. Partition 2 was made by 12:00. Records after 12:00, plus ten minutes for producers that learn
+of it late, are read partition by partition. Older ones are read in the order of time.
 
 A record's time is the greatest timestamp up to it in its partition: it never goes back there, and
 the broker finds the first record of a time without reading (decision 020).

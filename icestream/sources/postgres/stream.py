@@ -101,9 +101,10 @@ class ChangeStream:
     def slot_position(self, known: Position) -> Position:
         """Where the slot stands, when a table that the lake has lost may have known it alone.
 
-        The slot moves only to the ends of commits, and a table that an epoch concerns takes part in
-        it. So the tables that are left lack nothing, and the lost one is copied anew. The pipeline
-        leaves the slot at a transaction that is sent: a slot elsewhere was moved by someone else.
+        An example: tables a and b are followed. Only b had changes in epoch 9, up to LSN 900.
+        Somebody drops b. Table a says 800, the slot says 900. Table a lacks nothing, for epoch 9
+        had no change of a. So the stream begins at 900, and b is copied anew. The pipeline leaves
+        the slot at a transaction that is sent: a slot elsewhere was moved by someone else.
         """
         slot = self._run.server.slot.free()
         if slot is None or slot.wal_status == "lost" or slot.confirmed <= known[0]:
