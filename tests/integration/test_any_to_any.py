@@ -490,6 +490,34 @@ def test_a_copy_has_the_rows_of_every_task_that_read_some(
     assert len(here) == 80 and here == there
 
 
+def test_a_copy_that_was_dropped_is_loaded_anew_and_no_other(
+    search: Search, copy: tuple[Lake, Mapping[str, str]], spark: SparkSession
+):
+    """O1, E4: its table has changed since, or has not; the other copy remembers both."""
+    lake, catalog = copy
+    other = "shop.parts"
+    search.tables = {t: {"identifier_columns": ["id"]} for t in ("shop.orders", other)}
+    for table in search.tables:
+        search.create(table=table)
+        search.insert(1, 2, table=table)
+    document = copying(search, catalog)
+    run(spark, document)
+    search.insert(3, table=other)
+    for change in (True, False):
+        lake.sql(f"DROP TABLE {lake.table(f'{NAMESPACE}.orders')}")
+        if change:
+            search.sql("DELETE FROM shop.orders WHERE id = 1")
+        run(spark, document)
+        there, here = both(search, lake, "*")
+        assert here == there
+    search.insert(4)
+    run(spark, document)
+    there, here = both(search, lake, "*")
+    assert here == there and len(here) == 2
+    # The load, and one insert.
+    assert len(lake.epochs(f"{NAMESPACE}.parts")) == 2
+
+
 def test_a_copy_passes_a_select(
     search: Search, copy: tuple[Lake, Mapping[str, str]], spark: SparkSession
 ):

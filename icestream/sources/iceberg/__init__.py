@@ -7,6 +7,11 @@ that snapshot are included. Sequence numbers only rise, and the name carries the
 and that of its rows, so a rollback, an expired history (`History.since`), a table replaced under
 the same name and other identifier columns are all noticed.
 
+A table whose copy was dropped is loaded anew, while the other copies remember where it was. The
+load is of the newest snapshot: from `(5, 1)` to `(7, 0, 0)`. If that is the one where the table
+stood, the states go up by two: from `(5, 1)` to `(5, 2, 0)` and, when it is loaded, to `(5, 3)`. So
+an even state is a load, and a position never goes back.
+
 An epoch moves one table: by a group of files while it is loaded, later by one snapshot, or by
 several that are there and small (`group_bytes`), or by all that are there with `net_changes`.
 Several are taken as the difference that they make together.
@@ -161,6 +166,8 @@ class IcebergSource(Source):
         # When each snapshot of a table that may be waited for was made, by sequence numbers.
         self._times: defaultdict[str, dict[int, int]] = defaultdict(dict)
         self._looked_for_shared: set[str] = set()
+        # Where the tables stood that the destination lacks, by their partitions.
+        self._dropped: Mapping[str, Position] = {}
         self._bars: dict[str, tuple[tqdm, Sequence[int]]] = {}
 
     def tables(self) -> Sequence[str]:
@@ -176,7 +183,9 @@ class IcebergSource(Source):
         return self._shapes.get(table)
 
     def resume(self, remembered: Remembered) -> StartPlan:
-        """No table lies behind: one that was added is loaded in its turn, by its own position."""
+        """No table lies behind: one that was added or dropped is loaded in its turn."""
+        stood = remembered.durable.positions.items()
+        self._dropped = {name: at for name, at in stood if _table_of(name) in remembered.missing}
         return StartPlan(unfed=frozenset(remembered.progress.keys() - {*self.known_tables()}))
 
     def available(self, lower: Frontier, purpose: Purpose | None = None) -> Sequence[Frontier]:
@@ -239,7 +248,7 @@ class IcebergSource(Source):
         texts = []
         for partition, at in sorted(frontier.positions.items()):
             name = _table_of(partition)
-            loading = f" ({at[2]} files loaded)" if at and at[1] == _LOADING else ""
+            loading = f" ({at[2]} files loaded)" if at and _loads(at) else ""
             texts.append(f"{name} {max(at[0], 0)}{loading}" if at else f"{name} -")
         return ", ".join(texts)
 
@@ -264,8 +273,8 @@ class IcebergSource(Source):
                 del times[number]
             bar, sizes = self._bars.get(each.name, (None, ()))
             if bar is not None:
-                bar.update(sum(sizes[: at[2]] if at[1] == _LOADING else sizes) - bar.n)
-                if at[1] == _FOLLOWING:
+                bar.update(sum(sizes[: at[2]] if _loads(at) else sizes) - bar.n)
+                if not _loads(at):
                     bar.close()
                     del self._bars[each.name]
 
@@ -323,24 +332,43 @@ class IcebergSource(Source):
             raise _called_otherwise(each.name, BY_PLACE, each.changelog.identifiers_now())
         if head is not None:
             self._times[each.name][head.sequence_number] = head.time_ms
-        if at == MINIMUM:
-            if head is None or each.options.disable_export:
-                number = head.sequence_number if head else _BEFORE_ALL
-                return [(number, _FOLLOWING)]
-            begin = (head.sequence_number, _LOADING, 0)
-            return [begin, *self._load_positions(each, head, 0)]
-        number, state, *rest = at
-        loading: list[Position] = []
-        if state == _LOADING:
+        if at == MINIMUM and (head is None or each.options.disable_export):
+            return [(head.sequence_number if head else _BEFORE_ALL, _FOLLOWING)]
+        begin = self._load_ahead(each, at, head)
+        ahead = [begin] if begin else []
+        number, state, *rest = begin or at
+        if _loads(begin or at):
             # What came since the load began is there as well.
-            loading = self._load_positions(each, history.at(branch, number), rest.pop())
+            ahead += self._load_positions(each, history.at(branch, number), state, rest.pop())
+            state += _FOLLOWING
         if rest:
             # Raises when the snapshot that was chosen is no longer there.
             history.at(branch, rest[0])
         newer = self._newer(each, number)
         for snapshot in newer:
             self._times[each.name][snapshot.sequence_number] = snapshot.time_ms
-        return [*loading, *_aimed(number, rest, newer, self._steps)]
+        return [*ahead, *_aimed((number, state), rest, newer, self._steps)]
+
+    def _load_ahead(self, each: _Followed, at: Position, head: Snapshot | None) -> Position | None:
+        """Where the load of a table begins that is new, or whose copy is gone; None for others.
+
+        One that begins at the place of a load has yet to take its first file. One that stands
+        before all snapshots needs no load: changes bring everything.
+        """
+        if head is None:
+            return None
+        if at == MINIMUM:
+            return (head.sequence_number, _LOADING, 0)
+        number, state, *rest = at
+        begins = _loads(at) and not rest[0]
+        if self._dropped.get(each.partition) != at or begins or number == _BEFORE_ALL:
+            return None
+        # Rows of a snapshot that was chosen may be at the destination: no other comes before it.
+        chosen = rest[0] if rest and not _loads(at) else head.sequence_number
+        if each.options.disable_export or chosen < number:
+            return None
+        again = state - state % 2 + 2
+        return (chosen, _LOADING if chosen > number else again, 0)
 
     def _steps(self, ahead: Sequence[Snapshot]) -> list[Sequence[Snapshot]]:
         """The snapshots that are ahead, in the groups that are taken in one step each."""
@@ -353,7 +381,9 @@ class IcebergSource(Source):
         history, branch = each.changelog.history, self._options.branch
         return history.since(branch, None if number == _BEFORE_ALL else number)
 
-    def _load_positions(self, each: _Followed, snapshot: Snapshot, done: int) -> list[Position]:
+    def _load_positions(
+        self, each: _Followed, snapshot: Snapshot, state: int, done: int
+    ) -> list[Position]:
         """Groups of files of about `load_bytes`, and last the end of the load."""
         self._times[each.name][snapshot.sequence_number] = snapshot.time_ms
         sizes = each.changelog.history.files(snapshot).sizes
@@ -363,9 +393,9 @@ class IcebergSource(Source):
         for number in range(done, len(sizes)):
             gathered += sizes[number]
             if gathered >= self._options.load_bytes and number + 1 < len(sizes):
-                positions.append((snapshot.sequence_number, _LOADING, number + 1))
+                positions.append((snapshot.sequence_number, state, number + 1))
                 gathered = 0
-        return [*positions, (snapshot.sequence_number, _FOLLOWING)]
+        return [*positions, (snapshot.sequence_number, state + _FOLLOWING)]
 
     def _show(self, each: _Followed, sizes: Sequence[int], done: int) -> None:
         """A bar for the load of a table, where somebody can see it."""
@@ -384,7 +414,7 @@ class IcebergSource(Source):
     def _split(self, each: _Followed, before: Position, after: Position) -> FramePart | None:
         if _is_choice(before, after):
             return None
-        if before[1] == _LOADING:
+        if _loads(before):
             return self._load_split(each, before, after)
         return self._change_split(each, before[0], after[0])
 
@@ -393,12 +423,12 @@ class IcebergSource(Source):
         snapshot = history.at(self._options.branch, after[0])
         files: Files = history.files(snapshot)
         start = before[2]
-        end = after[2] if after[1] == _LOADING else len(files.sizes)
+        end = after[2] if _loads(after) else len(files.sizes)
 
         def events(stage: Stage) -> DataFrame | None:
             with _as_source():
                 history.at(self._options.branch, after[0])
-            if after[1] == _FOLLOWING and each.name not in self._looked_for_shared:
+            if not _loads(after) and each.name not in self._looked_for_shared:
                 each.changelog.tell_shared(files.tasks, snapshot, stage)
                 self._looked_for_shared.add(each.name)
             return each.changelog.load(files.part(start, end), snapshot, stage)
@@ -445,7 +475,14 @@ class IcebergSource(Source):
 
 def _is_choice(before: Position, after: Position) -> bool:
     """Whether an epoch only chooses a snapshot, and nothing is read."""
-    return before == MINIMUM or before[:2] == after[:2] == (before[0], _FOLLOWING)
+    if before == MINIMUM or (_loads(after) and before[:2] != after[:2]):
+        return True
+    return before[0] == after[0] and not _loads(before)
+
+
+def _loads(at: Position) -> bool:
+    """Whether a snapshot is loaded there, once more or for the first time."""
+    return at[1] % 2 == _LOADING
 
 
 @contextmanager
@@ -482,7 +519,7 @@ def _called_otherwise(name: str, before: str, now: str) -> ConfigInvalid:
 
 
 def _aimed(
-    number: int,
+    stands: tuple[int, int],
     aim: Sequence[int],
     newer: Sequence[Snapshot],
     steps: Callable[[Sequence[Snapshot]], Sequence[Sequence[Snapshot]]],
@@ -492,13 +529,13 @@ def _aimed(
     What another run has chosen comes first. A single snapshot that keeps all rows sends nothing.
     """
     positions: list[Position] = [(aim[0], _FOLLOWING)] if aim else []
-    at = aim[0] if aim else number
-    for step in steps([snapshot for snapshot in newer if snapshot.sequence_number > at]):
+    at = positions[-1] if aim else stands
+    for step in steps([snapshot for snapshot in newer if snapshot.sequence_number > at[0]]):
         last = step[-1].sequence_number
         if len(step) > 1 or not step[0].keeps_rows:
-            positions.append((at, _FOLLOWING, last))
-        at = last
-        positions.append((at, _FOLLOWING))
+            positions.append((*at, last))
+        at = (last, _FOLLOWING)
+        positions.append(at)
     return positions
 
 

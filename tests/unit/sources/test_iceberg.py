@@ -1,17 +1,25 @@
 """Iceberg tables as a source: what can be told without a table."""
 
 import json
+from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 
+from icestream.destination import Destination
+from icestream.epoch import Epoch
 from icestream.errors import ConfigInvalid
+from icestream.frontier import Frontier
 from icestream.iceberg.snapshots import Snapshot
 from icestream.sinks.opensearch.mapping import properties
+from icestream.sources import Remembered
 from icestream.sources.iceberg import (
+    IcebergSource,
     IcebergSourceOptions,
     IcebergTableOptions,
     _aimed,
     _columns,
+    _Followed,
     _grouped,
     _table_of,
 )
@@ -58,8 +66,71 @@ def test_a_partition_names_a_table_that_may_have_blanks():
 def test_the_aim_of_a_step_is_chosen_before_it_is_taken(aim, ahead, net, one_by_one):
     """O2, O12, Mend i2: a run that takes over sends the same difference again."""
     newer = [snapshot(number) for number in ahead]
-    assert _aimed(5, aim, newer, lambda all_: [all_] if all_ else []) == net
-    assert _aimed(5, aim, newer, lambda all_: [[each] for each in all_]) == one_by_one
+    assert _aimed((5, 1), aim, newer, lambda all_: [all_] if all_ else []) == net
+    assert _aimed((5, 1), aim, newer, lambda all_: [[each] for each in all_]) == one_by_one
+
+
+def following(head, seen_early=False, **options):
+    """A source of table s.a, whose snapshots 1 to `head` have two files each."""
+    table = IcebergTableOptions(table_name="s.a", **options)
+    branch = [snapshot(number) for number in range(1, head + 1)]
+    history = SimpleNamespace(
+        uuid="u",
+        head=lambda _: branch[-1] if branch else None,
+        at=lambda _, number: branch[number - 1],
+        since=lambda _, number: branch[number or 0 :],
+        files=lambda _: SimpleNamespace(sizes=[1, 1]),
+    )
+    changelog = SimpleNamespace(history=history, identifiers="1", identifiers_now=lambda: "1")
+    made = IcebergSourceOptions(tables=[table], load_bytes=1, net_changes=True)
+    source = IcebergSource(made, None, None, Destination(seen_early=seen_early))
+    source._followed["s.a"] = _Followed(name="s.a", options=table, table=None, changelog=changelog)
+    return source
+
+
+def at(*position):
+    """A frontier of table s.a."""
+    return Frontier({"table s.a u 1": position})
+
+
+@pytest.mark.parametrize(
+    ("head", "durable", "ahead"),
+    [
+        # A newer snapshot, the same one, and the same one for the second time.
+        (7, (5, 1), [(7, 0, 0), (7, 0, 1), (7, 1)]),
+        (5, (5, 1), [(5, 2, 0), (5, 2, 1), (5, 3)]),
+        (5, (5, 3), [(5, 4, 0), (5, 4, 1), (5, 5)]),
+        # Dropped within a load, and before its first row.
+        (5, (5, 0, 1), [(5, 2, 0), (5, 2, 1), (5, 3)]),
+        (7, (5, 0, 0), [(5, 0, 1), (5, 1), (5, 1, 7), (7, 1)]),
+        # What was chosen may be there in part: it is sent again, and nothing newer before it.
+        (9, (5, 1, 7), [(7, 0, 0), (7, 0, 1), (7, 1), (7, 1, 9), (9, 1)]),
+        # All that the table ever had are changes that lie ahead.
+        (3, (-1, 1), [(-1, 1, 3), (3, 1)]),
+    ],
+)
+def test_a_table_whose_copy_was_dropped_is_loaded_anew(head, durable, ahead):
+    """O1, E4: other tables remember where it was, and that is not where it is."""
+    source = following(head)
+    source.resume(Remembered(progress={}, durable=at(*durable), missing=["s.a"]))
+    found = source.available(at(*durable))
+    assert [each["table s.a u 1"] for each in found] == ahead
+    assert source.standing(found[-1]).caught_up
+    bounds = [at(*durable), *found]
+    assert all(upper.covers(lower) and upper != lower for lower, upper in pairwise(bounds))
+    # The load goes on, and a copy that is there is left alone.
+    assert source.available(found[0]) == found[1:]
+    for kept in (following(head), following(head, disable_export=True)):
+        missing = ["s.a"] if kept._options.tables[0].disable_export else []
+        kept.resume(Remembered(progress={}, durable=at(5, 1), missing=missing))
+        assert kept.available(at(5, 1)) == ([at(5, 1, head), at(head, 1)] if head > 5 else [])
+
+
+def test_no_rows_lie_between_two_loads_of_one_snapshot():
+    """O1: epochs of other tables that are replayed may go past both."""
+    source = following(5)
+    for lower, upper in [((5, 1), (5, 3)), ((5, 1), (5, 2, 0)), ((5, 0, 1), (7, 0, 0))]:
+        assert not source.plan(Epoch(number=1, lower=at(*lower), upper=at(*upper))).parts
 
 
 def snapshot(number, kilobytes=1, schema_id=0, has_row_ids=False):
