@@ -30,7 +30,7 @@ from icestream.transform import BUCKET, ROW, TASK, Selects, TableSelect
 from icestream.transform.spark_schema import in_arrow
 from icestream.worker.by_key import Shares, by_bucket, shares_of, write_gathered
 from icestream.worker.frames import write_frames
-from icestream.worker.outcome import Outcome, Unready, counted, outcome_of, told
+from icestream.worker.outcome import Outcome, Unready, errors_as_messages, outcome_of, with_counts
 from icestream.worker.wide import WRITE_BYTES, WideFrame, WideRows, as_documents, write_wide
 
 __all__ = ["Outcome", "Runnable", "Unready", "map_tasks", "write_epoch"]
@@ -90,7 +90,7 @@ def _straight(
     ]
 
     def gather(rows: Iterator[Row]) -> Iterator[Row]:
-        return counted(write_gathered(rows, writer, shares))
+        return with_counts(write_gathered(rows, writer, shares))
 
     return run_tasks(spark, tasks, _work, gather if shares.starts else None, description)
 
@@ -129,7 +129,7 @@ def _through_spark(
 
     def write(batches: Iterable[pa.RecordBatch]) -> Iterator[Row]:
         rows = write_wide(batches, writer, wide)
-        return counted(write_gathered(rows, writer, shares))
+        return with_counts(write_gathered(rows, writer, shares))
 
     return run_frame(frame, write, description)
 
@@ -157,7 +157,7 @@ def _work(task: Task, columns: WideRows | None = None) -> Iterator[Any]:
     """Everything that happens to one split on its worker: rows, and batches of `columns`."""
     if attempt_number() == 0:
         failpoints.reach(failpoints.IN_WORKER)
-    return counted(told(_read_and_write(task, columns)))
+    return with_counts(errors_as_messages(_read_and_write(task, columns)))
 
 
 def _wide_work(task: Task) -> Iterator[pa.RecordBatch]:
@@ -215,4 +215,4 @@ def _run(task: Runnable) -> Iterator[Row]:
     def run() -> Iterator[Row]:
         yield encode(Done(learned=task.run()))
 
-    return counted(told(run()))
+    return with_counts(errors_as_messages(run()))

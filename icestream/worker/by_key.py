@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 from icestream.report import Row, encode
 from icestream.sinks import Writer
 from icestream.sources import Split, TableSplit
-from icestream.worker.outcome import told
+from icestream.worker.outcome import errors_as_messages
 
 # A row with changes that are to be brought together by key; every other row is a message.
 CHANGES = "changes"
@@ -138,4 +138,4 @@ def _write_bucket(
         yield from map(encode, writer.write(table, f"b{bucket:05d}", changes))
 
     # The rows that follow must pass by even if this bucket cannot be written.
-    yield from told(write())
+    yield from errors_as_messages(write())

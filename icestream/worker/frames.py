@@ -39,7 +39,7 @@ from icestream.transform import (
     struct_name,
 )
 from icestream.transform.spark_schema import spark_type
-from icestream.worker.outcome import Outcome, Unready, counted, outcome_of, told
+from icestream.worker.outcome import Outcome, Unready, errors_as_messages, outcome_of, with_counts
 from icestream.worker.wide import WRITE_BYTES, aligned, refuse_null_ids
 
 _STRUCT = struct_name(0)
@@ -176,7 +176,7 @@ def _write_partition(partition: _Partition, batches: Iterable[pa.RecordBatch]) -
     """Everything that happens to one partition on its worker."""
     if attempt_number() == 0:
         failpoints.reach(failpoints.IN_WORKER)
-    return counted(told(_write_batches(partition, batches)))
+    return with_counts(errors_as_messages(_write_batches(partition, batches)))
 
 
 def _write_batches(partition: _Partition, batches: Iterable[pa.RecordBatch]) -> Iterator[Row]:

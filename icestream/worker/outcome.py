@@ -72,7 +72,7 @@ def outcome_of(rows: Iterable[Row], tasks: int) -> Outcome:
     )
 
 
-def told(work: Iterator[Any]) -> Iterator[Any]:
+def errors_as_messages(work: Iterator[Any]) -> Iterator[Any]:
     """What a task gives; an error that no second attempt makes go away is its last message."""
     try:
         yield from work
@@ -82,7 +82,7 @@ def told(work: Iterator[Any]) -> Iterator[Any]:
         yield encode(Raised(_broken(error)))
 
 
-def counted(work: Iterator[Any]) -> Iterator[Any]:
+def with_counts(work: Iterator[Any]) -> Iterator[Any]:
     """What a task gives, and then what it has counted."""
     yield from work
     yield from encode_counts()

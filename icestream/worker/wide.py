@@ -39,7 +39,7 @@ from icestream.transform import (
     struct_name,
 )
 from icestream.worker.by_key import PIECE_ROWS, Shares, hashes_of
-from icestream.worker.outcome import told
+from icestream.worker.outcome import errors_as_messages
 
 # A piece that holds large values has fewer rows: Spark's workers and its JVM hold two at a time.
 _PIECE_BYTES = 32 * 1024**2
@@ -214,7 +214,7 @@ def _write_selected(
         yield from map(encode, writer.write(table, shard, changes, once))
 
     # The rows that follow must pass by even if this table cannot be written.
-    yield from told(write())
+    yield from errors_as_messages(write())
 
 
 def _selected(
