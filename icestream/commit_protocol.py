@@ -98,8 +98,13 @@ class Swappable(Protocol[K, H, R_co]):
         """The progress that stands on a head; None when there is none."""
         ...
 
-    def history(self, key: K, head: H, broken: IcestreamError | None) -> None:
-        """Raise what tells more than `broken` does, or what else breaks the continuity."""
+    def refuse_broken_history(self, key: K, head: H, broken: IcestreamError | None) -> None:
+        """Raise if the head does not continue what this run knows.
+
+        `broken` is what the progress on the head tells; it is raised after this call. None: the
+        progress joins on. A destination raises here what tells more (the table was rolled back),
+        or what its progress cannot show (the table is another one).
+        """
         ...
 
     def fits(self, key: K, head: H) -> None:
@@ -239,7 +244,7 @@ def _check(destination: Swappable[K, H, R], key: K, head: H, move: Move) -> None
     refuse_newer(found, move.new.generation, move.subject)
     if failpoints.rule_on(failpoints.RULE_CONTINUITY):
         broken = _discontinued(found, move)
-        destination.history(key, head, broken)
+        destination.refuse_broken_history(key, head, broken)
         if broken:
             raise broken
     destination.fits(key, head)

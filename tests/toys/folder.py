@@ -340,7 +340,7 @@ class _Publishing:
             return whole.tables[table].progress
         return Progress(pipeline=self._files.pipeline, generation=whole.generation)
 
-    def history(self, key: str, head: Seen, broken: IcestreamError | None) -> None:
+    def refuse_broken_history(self, key: str, head: Seen, broken: IcestreamError | None) -> None:
         """A progress file has all of it."""
 
     def fits(self, key: str, head: Seen) -> None:

@@ -33,7 +33,7 @@ class Place:
     def progress(self, head):
         return head[1]
 
-    def history(self, key, head, broken):
+    def refuse_broken_history(self, key, head, broken):
         pass
 
     def fits(self, key, head):

@@ -204,7 +204,9 @@ class _Tables:
         """The progress on the metadata."""
         return head.progress
 
-    def history(self, key: str, head: TableHead, broken: IcestreamError | None) -> None:
+    def refuse_broken_history(
+        self, key: str, head: TableHead, broken: IcestreamError | None
+    ) -> None:
         """Another table, or an older state of this one, explains a progress that was not left."""
         self._refuse_another(key, head)
         refuse_rollback(head, key, self.commits[key].new.pipeline)

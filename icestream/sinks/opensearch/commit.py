@@ -416,7 +416,7 @@ class _Publishing:
         """The progress in the document."""
         return head.progress
 
-    def history(self, key: str, head: Head, broken: IcestreamError | None) -> None:
+    def refuse_broken_history(self, key: str, head: Head, broken: IcestreamError | None) -> None:
         """The indices are a part of what must be as it was left."""
         if broken is None:
             self._document.refuse_broken(self._commit)
