@@ -36,7 +36,7 @@ Reasons = Mapping[int, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Changes:
+class FittedRows:
     """Change batch of the rows that the table takes, the places of these, and why not others.
 
     `withheld` tells for each column, also where the table has none, which changes of the batch lack
@@ -49,7 +49,7 @@ class Changes:
     withheld: Mapping[str, Mask]
 
 
-class TableRows:
+class TableFit:
     """One table as rows of records meet it."""
 
     def __init__(
@@ -79,7 +79,7 @@ class TableRows:
         if not only_added and not self._key:
             raise no_key(self._table)
 
-    def fitted(self, rows: Rows) -> Changes:
+    def fitted(self, rows: Rows) -> FittedRows:
         """The rows as changes, without `AT` and `SEQ`; raises `SchemaGap` for what is lacking."""
         columns, rejected = self._cast_columns(rows)
         taken = np.arange(len(rows), dtype=np.int64)
@@ -90,7 +90,7 @@ class TableRows:
             columns, _ = self._cast_columns(rows)
         self._refuse_required(columns, rows)
         batch = pa.table({OP: pa.array(rows.ops, pa.int8()), **columns})
-        return Changes(batch=batch, taken=taken, rejected=rejected, withheld=rows.withheld)
+        return FittedRows(batch=batch, taken=taken, rejected=rejected, withheld=rows.withheld)
 
     def _cast_columns(self, rows: Rows) -> tuple[dict[str, pa.Array], dict[int, str]]:
         columns: dict[str, pa.Array] = {}

@@ -38,7 +38,7 @@ from icestream.sources.kafka.partitions import Partition
 from icestream.sources.kafka.split import (
     BATCH_BYTES,
     Reading,
-    TableChanges,
+    RecordRouter,
     running_maximum,
 )
 
@@ -326,8 +326,8 @@ class LetterSplit:
             raise joined_needs(needed)
         return verdicts
 
-    def _tables(self, targets: Targets) -> TableChanges:
-        tables = TableChanges(self.reading, targets, self.stored)
+    def _tables(self, targets: Targets) -> RecordRouter:
+        tables = RecordRouter(self.reading, targets, self.stored)
         tables.by_time |= self.by_time
         tables.tries_letters = True
         return tables
@@ -369,7 +369,7 @@ class LetterSplit:
         for table, batch in _all_taken(each.of_records(keys) for each in verdicts).items():
             yield table, replacing(batch)
 
-    def _logged(self, log: Range, tables: TableChanges) -> Iterator[tuple[str, pa.Table]]:
+    def _logged(self, log: Range, tables: RecordRouter) -> Iterator[tuple[str, pa.Table]]:
         newest = -1
         for records in read_range(
             self.reading.settings,

@@ -25,7 +25,7 @@ from icestream.formats.registry import RegistryOptions
 from icestream.formats.rows import Decoded, Indices, Mask, Records, Rows
 from icestream.schema import Column, SchemaGap, TableShape, joined_columns, joined_shapes
 from icestream.sources import Need, SplitsLost, TablesUnready, Targets, ValuesNeeded
-from icestream.sources.kafka.changes import TableRows, not_stored, ordered, replacing, shape_of
+from icestream.sources.kafka.changes import TableFit, not_stored, ordered, replacing, shape_of
 from icestream.sources.kafka.consumer import Range, read_range
 from icestream.sources.kafka.held_back import Held, HeldBack, Opened
 from icestream.sources.kafka.partitions import Partition
@@ -150,7 +150,7 @@ class KafkaSplit:
     def changes(self, targets: Targets) -> Iterator[tuple[str, pa.Table]]:
         """The changes of every table, batch by batch; see `Split.changes`."""
         self.reads = []
-        tables = TableChanges(self.reading, targets, self.stored)
+        tables = RecordRouter(self.reading, targets, self.stored)
         tables.by_time |= self.by_time
         for each in self.ranges:
             rows = size = 0
@@ -215,7 +215,7 @@ class KafkaSplit:
         return {**ends, (current.topic, current.partition): offset}
 
 
-class TableChanges:
+class RecordRouter:
     """The tables that records are for, and what is not there yet.
 
     With `only` no other tables are looked at, and in them only changes that it chooses. Records
@@ -231,7 +231,7 @@ class TableChanges:
         self._reading = reading
         self._targets = targets
         self._stored = stored
-        self._rows: dict[str, TableRows] = {}
+        self._rows: dict[str, TableFit] = {}
         self._held: dict[str, HeldBack] = {}
         self.only: Mapping[str, Callable[[pa.Table], Mask]] | None = None
         self.passed_over: list[pa.Array] = []
@@ -473,12 +473,12 @@ class TableChanges:
         if self.missing or self.gaps:
             raise TablesUnready(self.missing, self.gaps)
 
-    def _table(self, table: str) -> TableRows:
+    def _table(self, table: str) -> TableFit:
         if table not in self._rows:
             schema_json, key = self._targets.schema_json(table), self._targets.key(table)
             declared = self._reading.declared.get(table, {})
             limit = self._reading.value.columns_max
-            self._rows[table] = TableRows(table, schema_json, key, declared, limit)
+            self._rows[table] = TableFit(table, schema_json, key, declared, limit)
             self._rows[table].refuse_unfit(only_added=self._reading.only_added)
         return self._rows[table]
 

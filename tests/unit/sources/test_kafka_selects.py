@@ -15,7 +15,7 @@ from icestream.formats.envelope import UNAVAILABLE_VALUE, ValueOptions
 from icestream.formats.registry import RegistryOptions
 from icestream.schema import Column, Reads, TableShape
 from icestream.sources.kafka.consumer import Range
-from icestream.sources.kafka.split import TableChanges
+from icestream.sources.kafka.split import RecordRouter
 from icestream.sources.named_columns import refuse_gone
 from tests.property.kafka_reading import Destination, reading, records, split_of
 from tests.registry import StandInRegistry
@@ -137,7 +137,7 @@ def test_the_times_of_one_partition_do_not_belie_its_offsets():
 
 def test_a_letter_without_a_named_column_stays_one():
     """E10, E11, Mend h2: it may be older than the column, and must not stop what comes after."""
-    tables = TableChanges(reading(), Selecting("id", "region"))
+    tables = RecordRouter(reading(), Selecting("id", "region"))
     tables.tries_letters = True
     batch = records(event(1, area="eu"), event(2, region="eu"))
     where = Range(topic="t", partition=0, start=0, end=2)
