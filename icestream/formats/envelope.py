@@ -45,7 +45,7 @@ COLUMNS_MAX = 1_000
 UNAVAILABLE_VALUE = "__debezium_unavailable_value"
 _NUMBER = r"^-?[0-9]{1,38}(\.[0-9]{1,30})?([eE][+-]?[0-9]{1,2})?$"
 _WIDE = pa.decimal256(76, 30)
-WHOLE_ROWS = "set the table's REPLICA IDENTITY to FULL so that PostgreSQL sends whole rows"
+SEND_WHOLE_ROWS = "set the table's REPLICA IDENTITY to FULL so that PostgreSQL sends whole rows"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

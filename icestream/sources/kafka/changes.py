@@ -15,7 +15,7 @@ from pyiceberg.types import IcebergType
 
 from icestream.change import AT, OP, SEQ, Op
 from icestream.errors import ConfigInvalid, SchemaRejected
-from icestream.formats.envelope import WHOLE_ROWS
+from icestream.formats.envelope import SEND_WHOLE_ROWS
 from icestream.formats.rows import Field, Indices, Mask, Rows
 from icestream.schema import (
     Column,
@@ -278,7 +278,7 @@ def not_stored(column: str) -> str:
     """The reason for a change whose value is neither sent nor found."""
     return (
         f"the value of column {column} did not change and was not sent, and nothing stored has it; "
-        f"{WHOLE_ROWS}"
+        f"{SEND_WHOLE_ROWS}"
     )
 
 

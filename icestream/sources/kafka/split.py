@@ -20,7 +20,7 @@ from icestream import dead_letters
 from icestream.change import Op
 from icestream.errors import DataRejected
 from icestream.formats.decoding import decoded
-from icestream.formats.envelope import WHOLE_ROWS, ValueOptions
+from icestream.formats.envelope import SEND_WHOLE_ROWS, ValueOptions
 from icestream.formats.registry import RegistryOptions
 from icestream.formats.rows import Decoded, Indices, Mask, Records, Rows
 from icestream.schema import Column, SchemaGap, TableShape, joined_columns, joined_shapes
@@ -296,7 +296,7 @@ class RecordRouter:
         unknown[self._reading.route.undecided(rows)] = True
         if not unknown.any():
             return rows, part.rejected
-        reason = f"the value that tells the table was not sent; {WHOLE_ROWS}"
+        reason = f"the value that tells the table was not sent; {SEND_WHOLE_ROWS}"
         rejected = dict.fromkeys(rows.records[unknown].tolist(), reason)
         return rows.take(np.flatnonzero(~unknown)), {**part.rejected, **rejected}
 
@@ -367,7 +367,7 @@ class RecordRouter:
         """
         found = {
             int(record): f"the row's key has changed, and the value of column {name} was not sent; "
-            f"{WHOLE_ROWS}"
+            f"{SEND_WHOLE_ROWS}"
             for name, mask in self._wanted(table, rows.lost).items()
             for record in rows.records[mask]
         }
@@ -377,7 +377,7 @@ class RecordRouter:
         lacking = np.logical_or.reduce([*wanted.values()])
         reason = (
             "a value did not change and was not sent, and with `keyed: false` the change "
-            f"before it is not known; {WHOLE_ROWS}"
+            f"before it is not known; {SEND_WHOLE_ROWS}"
         )
         return {**dict.fromkeys(rows.records[lacking].tolist(), reason), **found}
 
