@@ -12,7 +12,7 @@ _NOTHING = "null"
 _GUAVA = "org.apache.iceberg.relocated.com.google.common"
 
 
-class Picks:
+class JavaFileLists:
     """Collections of files and scan tasks, and how some of them are picked."""
 
     def __init__(self, jvm: Any):

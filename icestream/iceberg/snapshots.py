@@ -15,7 +15,7 @@ from typing import Any
 from icestream.errors import ConfigInvalid, HistoryLost, RolledBack
 from icestream.iceberg.gateway import as_unavailable
 from icestream.iceberg.handle import ANCESTORS_MAX
-from icestream.iceberg.picks import Picks
+from icestream.iceberg.picks import JavaFileLists
 from icestream.iceberg.table import Table
 
 # Where a row lies and whether it is deleted: columns of rows that are staged with their marks.
@@ -101,7 +101,7 @@ class History:
         self._table = table.java
         self._jvm = table.jvm
         self._fresh_metadata = table.fresh_metadata
-        self._picks = Picks(table.jvm)
+        self._lists = JavaFileLists(table.jvm)
         self._unavailable = f"could not read the history of table {table.name}"
         self._listed: Mapping[int, Snapshot] = {}
         self._listed_from: str | None = None
@@ -208,13 +208,13 @@ class History:
     def files(self, snapshot: Snapshot) -> "Files":
         """All files of a snapshot, in an order that is the same whenever it is asked."""
         with as_unavailable(self._unavailable):
-            tasks = self._picks.sorted(self._planned(snapshot.id))
-            return Files(tasks=tasks, sizes=self._picks.sizes(tasks))
+            tasks = self._lists.sorted(self._planned(snapshot.id))
+            return Files(tasks=tasks, sizes=self._lists.sizes(tasks))
 
     def plain(self, tasks: Any) -> list[PlainFile] | None:
         """The files that tasks read; None when one of them is not plain."""
         with as_unavailable(self._unavailable):
-            found = self._picks.plain(tasks)
+            found = self._lists.plain(tasks)
         if found is None:
             return None
         return [PlainFile(location=place, rows=rows) for place, rows in found]
@@ -228,7 +228,7 @@ class History:
         no data file is scanned for them, if they reach all rows that have these values.
         """
         with as_unavailable(self._unavailable):
-            picks, newer = self._picks, path[-1]
+            picks, newer = self._lists, path[-1]
             came, gone = picks.nothing(), picks.nothing()
             changes = [self._changes(each.id) for each in path]
             for each in changes:
@@ -249,7 +249,7 @@ class History:
         deletes: tuple[Any, Any],
         equality: Sequence[EqualityDeletes],
     ) -> Step:
-        picks, (gone, came), (added, removed) = self._picks, files, deletes
+        picks, (gone, came), (added, removed) = self._lists, files, deletes
         # Without position deletes no file that came can have lost a row already.
         other_deletes = added.size() or removed.size()
         one_step = newer.parent_id == (older.id if older else None)
@@ -276,7 +276,7 @@ class History:
         self, older: Snapshot | None, changes: Sequence[Any], by_value: frozenset[int]
     ) -> tuple[list[EqualityDeletes], Any, Any]:
         """Equality deletes that say it all, and the places of other added and removed deletes."""
-        picks = self._picks
+        picks = self._lists
         added, removed, found = picks.nothing(), picks.nothing(), picks.no_tasks()
         reaching = self._reaching_specs(older, by_value) if len(changes) == 1 else frozenset()
         for each in changes:
@@ -320,11 +320,11 @@ class History:
         )
         if file.keyMetadata() is not None:
             builder = builder.withEncryptionKeyMetadata(file.keyMetadata())
-        return self._picks.task(self._table.schema(), spec, builder.build())
+        return self._lists.task(self._table.schema(), spec, builder.build())
 
     def _plain_tasks(self, snapshot: Snapshot, locations: Any) -> Any:
         """Tasks for files that came with a snapshot and that no delete reaches."""
-        picks = self._picks
+        picks = self._lists
         tasks = picks.no_tasks()
         files = picks.files_at(self._changes(snapshot.id).addedDataFiles(), locations)
         for spec in self._table.specs().values():
@@ -332,10 +332,10 @@ class History:
         return tasks
 
     def _planned(self, snapshot_id: int) -> Any:
-        found = self._picks.no_tasks()
+        found = self._lists.no_tasks()
         tasks = self._table.newScan().useSnapshot(snapshot_id).planFiles()
         try:
-            self._picks.add_all(found, tasks)
+            self._lists.add_all(found, tasks)
         finally:
             tasks.close()
         return found
@@ -373,7 +373,7 @@ class History:
         if read_from is None or read_from != self._listed_from:
             # A snapshot of the format version 1 may not tell its schema.
             untold = int(self._table.schema().schemaId())
-            told = self._picks.snapshots(metadata.snapshots())
+            told = self._lists.snapshots(metadata.snapshots())
             self._listed = {each.id: each for each in (_snapshot(row, untold) for row in told)}
             self._listed_from = read_from
         return self._listed
@@ -438,7 +438,7 @@ class History:
 
 
 def _snapshot(told: Sequence[str | None], untold_schema_id: int) -> Snapshot:
-    """A snapshot by what `Picks.snapshots` tells of it."""
+    """A snapshot by what `JavaFileLists.snapshots` tells of it."""
     id_, parent, number, operation, time_ms, schema, first_row_id, added, removed = told
     return Snapshot(
         id=int(id_ or 0),
