@@ -14,7 +14,7 @@ import pyarrow as pa
 from icestream.errors import ConfigInvalid
 from icestream.formats import registered
 from icestream.formats.arrow_fields import ArrowField, arrow_field
-from icestream.formats.envelope import REGISTERED, ValueOptions, changes, decode
+from icestream.formats.envelope import REGISTERED, ValueOptions, decode, take_off_envelope
 from icestream.formats.json_cells import invalid_utf8
 from icestream.formats.registered import Portion
 from icestream.formats.registry import Registry, RegistryOptions
@@ -69,7 +69,7 @@ def _both(value: Portion, key: Portion, options: ValueOptions) -> Iterator[Decod
     )
     if not len(places):
         return
-    found = changes(value.field.take(in_value), key.field.take(in_key), options)
+    found = take_off_envelope(value.field.take(in_value), key.field.take(in_key), options)
     yield Decoded(
         rows=replace(found.rows, records=places[found.rows.records]),
         rejected={int(places[place]): reason for place, reason in found.rejected.items()},

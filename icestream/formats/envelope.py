@@ -1,7 +1,7 @@
 """What records do to rows: their envelopes taken apart, in whatever format they are written.
 
-`changes` works on fields and knows no format. `decode` is its front for the formats that need
-nothing but the record itself: JSON and plain text.
+`take_off_envelope` works on fields and knows no format. `decode` is its front for the formats that
+need nothing but the record itself: JSON and plain text.
 
 Nothing is lost in silence: a record becomes a change, is one of those that say nothing about rows
 by their kind (Debezium's messages), or is rejected with a reason. Reasons never quote a record.
@@ -191,7 +191,7 @@ class _Events:
     created: Mask = field(default_factory=lambda: np.zeros(0, dtype=np.bool_))
 
 
-def changes(values: Field, keys: Field, options: ValueOptions) -> Decoded:
+def take_off_envelope(values: Field, keys: Field, options: ValueOptions) -> Decoded:
     """The changes that records are, given their values and keys, in any format.
 
     Keys that are missing or null are none. Places are those in the fields.
@@ -515,9 +515,9 @@ def decode(records: Records, options: ValueOptions) -> Decoded:
     fine = np.ones(len(records), dtype=np.bool_)
     fine[list(rejected)] = False
     if fine.all():
-        return changes(said, keys, options)
+        return take_off_envelope(said, keys, options)
     left = np.flatnonzero(fine)
-    decoded = changes(said.take(left), keys.take(left), options)
+    decoded = take_off_envelope(said.take(left), keys.take(left), options)
     rows = replace(decoded.rows, records=left[decoded.rows.records])
     later = {int(left[place]): reason for place, reason in decoded.rejected.items()}
     return Decoded(rows=rows, rejected={**rejected, **later})

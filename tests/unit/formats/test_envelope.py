@@ -22,8 +22,8 @@ from icestream.errors import ConfigInvalid
 from icestream.formats.envelope import (
     UNAVAILABLE_VALUE,
     ValueOptions,
-    changes,
     decode,
+    take_off_envelope,
     withheld,
 )
 from icestream.formats.rows import Decoded, Records
@@ -556,7 +556,7 @@ def test_envelopes_work_on_fields_of_any_format():
     """K3: Avro and Protobuf bring fields of their own."""
     keys = TextField(array=pa.array(["a", None, "c"], pa.string()))
     nothing = TextField(array=pa.nulls(3, pa.string()))
-    decoded = changes(nothing, keys, ValueOptions(envelope="upsert", key=["id"]))
+    decoded = take_off_envelope(nothing, keys, ValueOptions(envelope="upsert", key=["id"]))
     assert shown(decoded) == [(0, Op.DELETE, {"id": "a"}), (2, Op.DELETE, {"id": "c"})]
     rejected(decoded, (1, "no key"))
 
