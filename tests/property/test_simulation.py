@@ -13,7 +13,7 @@ from icestream.errors import FrontierLost
 from icestream.iceberg import progress as summaries
 from icestream.pipeline import Pipeline
 from icestream.sinks.iceberg.publishing import EpochPublisher
-from icestream.sinks.iceberg.state import each
+from icestream.sinks.iceberg.state import in_parallel
 from tests.examples import tries
 from tests.property.memory import Lake
 from tests.property.simulation import EXACT, Stream, World, main, simulate
@@ -218,7 +218,7 @@ def test_letters_that_come_before_their_tables_are_doubled(monkeypatch):
 
 
 def _in_any_order(sink: Any, commits: dict[str, Any]) -> None:
-    each(commits, sink._publish)
+    in_parallel(commits, sink._publish)
 
 
 def choosy(seed: int) -> str:

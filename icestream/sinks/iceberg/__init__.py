@@ -53,7 +53,7 @@ from icestream.sinks.iceberg.owners import (
 )
 from icestream.sinks.iceberg.publishing import EpochPublisher
 from icestream.sinks.iceberg.rollback import Rollback, settle
-from icestream.sinks.iceberg.state import TableState, each
+from icestream.sinks.iceberg.state import TableState, in_parallel
 from icestream.sinks.iceberg.stored import ReadRows, Wanted, look_up
 from icestream.sinks.iceberg.writer import IcebergWriter
 
@@ -141,7 +141,7 @@ class IcebergSink:
             warn_of_deleted_metadata(self._options, state.handle)
             state.key = key_of(self._options, table, state.handle, shape)
             if NAME_MAPPING in state.handle.properties() and (known := shape()):
-                state.meet(known.columns)
+                state.note_source_columns(known.columns)
         return True
 
     def recalled(self, table: str, name: str) -> str | None:
@@ -161,7 +161,7 @@ class IcebergSink:
         if state.handle.evolve(columns, state.key or (), noted):
             log.info("columns %s evolved", [c.name for c in columns], extra={"table": table})
             state.renames = 0
-        state.meet(columns)
+        state.note_source_columns(columns)
         state.target = None
         now = state.source_names()
         changed = [number for number in before.keys() & now.keys() if before[number] != now[number]]
@@ -186,11 +186,11 @@ class IcebergSink:
         known = {table: self._states[table].target for table in tables}
         targets = {table: target for table, target in known.items() if target is not None}
         missing = {table: self._states[table] for table in tables if table not in targets}
-        for table, target in each(missing, self._target).items():
+        for table, target in in_parallel(missing, self._target).items():
             targets[table] = self._states[table].target = target
         lacking = self._publisher.lacking_letters(epoch, tables)
         decided = {t: s for t, s in lacking.items() if t not in read_otherwise}
-        targets.update(each(decided, self._target_of_epoch))
+        targets.update(in_parallel(decided, self._target_of_epoch))
         return IcebergWriter(
             pipeline=self._pipeline,
             epoch=epoch.number,

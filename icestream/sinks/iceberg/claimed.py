@@ -38,7 +38,7 @@ from icestream.sinks.iceberg.owners import (
     owner_of,
     refuse_stranger,
 )
-from icestream.sinks.iceberg.state import TableState, each
+from icestream.sinks.iceberg.state import TableState, in_parallel
 
 # Each further listing means that another run made tables meanwhile; that ends with its claim.
 LISTINGS_MAX = 10
@@ -129,8 +129,8 @@ class ClaimedTables:
         return found
 
     def _take_over(self, handles: Mapping[str, Table]) -> None:
-        certain = each(handles, self._certain)
-        claimed = each(handles, lambda t, handle: self._claim(handle, t, certain[t]))
+        certain = in_parallel(handles, self._certain)
+        claimed = in_parallel(handles, lambda t, handle: self._claim(handle, t, certain[t]))
         for table, handle in handles.items():
             self.states[table] = TableState(handle, claimed[table], certain[table])
         failpoints.reach(failpoints.AFTER_CLAIM)
@@ -144,7 +144,7 @@ class ClaimedTables:
         """
         handles = self._own.existing(tables, refuse)
         branch = self._branch
-        heads = each(handles, lambda _, handle: handle.head(self._pipeline, branch))
+        heads = in_parallel(handles, lambda _, handle: handle.head(self._pipeline, branch))
         return {table: (handle, heads[table]) for table, handle in handles.items()}
 
     def existing(self, table: str) -> Table | None:
@@ -195,7 +195,7 @@ class ClaimedTables:
                 if handle.name not in own and handle.has_tag(self._pipeline):
                     raise rival_run(str(handle.name))
         looked_at = {table: handles[table] for table in proven or handles}
-        heads = each(looked_at, lambda _, handle: handle.head(self._pipeline, branch))
+        heads = in_parallel(looked_at, lambda _, handle: handle.head(self._pipeline, branch))
         for table, head in heads.items():
             refuse_successor(head, table, self.generation)
         for _, state in states:

@@ -75,7 +75,7 @@ class CommitCatalog(Protocol):
     def publish_together(self, prepared: Sequence[Any]) -> None: ...
 
 
-class Each(Protocol):
+class InParallel(Protocol):
     """Runs over items in parallel and raises the worst error when all are done."""
 
     def __call__(self, items: Mapping[K, V], work: Callable[[K, V], R]) -> dict[K, R]: ...
@@ -136,7 +136,7 @@ def publish_together(
     catalog: CommitCatalog,
     tables: Mapping[str, CommitTable],
     commits: Mapping[str, TableEpoch],
-    each: Each,
+    in_parallel: InParallel,
 ) -> dict[str, Committed]:
     """Publish the epoch in all its tables by one request; the promise of `publish_epoch` for all.
 
@@ -155,13 +155,13 @@ def publish_together(
                 head, commit.branch, commit.files, entries, commit.truncated
             )
 
-        prepared = each(heads, prepare)
+        prepared = in_parallel(heads, prepare)
         failpoints.reach(failpoints.BEFORE_PUBLISH)
         catalog.publish_together(list(prepared.values()))
         failpoints.reach(failpoints.AFTER_PUBLISH)
         return {table: each.snapshot_id for table, each in prepared.items()}
 
-    return _publish(_Tables(commits, lambda: each(commits, head), swap))
+    return _publish(_Tables(commits, lambda: in_parallel(commits, head), swap))
 
 
 def _publish(tables: "_Tables") -> dict[str, Committed]:

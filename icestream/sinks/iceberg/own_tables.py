@@ -29,7 +29,7 @@ from icestream.sinks.iceberg.owners import (
     owner_of,
     refuse_stranger,
 )
-from icestream.sinks.iceberg.state import each
+from icestream.sinks.iceberg.state import in_parallel
 
 log = logging.getLogger(__name__)
 
@@ -65,8 +65,8 @@ class OwnTables:
         required = set(tables) if refuse else set()
         named = {TableName(namespace=self._namespace, name=n): t for n, t in wanted.items()}
         listed = {*self._catalog.names(self._namespace)} - self._strangers - named.keys()
-        loaded = each(dict.fromkeys(named), lambda name, _: self._catalog.load(name))
-        loaded |= each(dict.fromkeys(sorted(listed, key=str)), self._look_at)
+        loaded = in_parallel(dict.fromkeys(named), lambda name, _: self._catalog.load(name))
+        loaded |= in_parallel(dict.fromkeys(sorted(listed, key=str)), self._look_at)
         found = {}
         for name, handle in loaded.items():
             if handle is None:

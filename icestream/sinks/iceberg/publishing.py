@@ -23,7 +23,7 @@ from icestream.sinks.iceberg.commit import (
     publish_together,
 )
 from icestream.sinks.iceberg.options import IcebergSinkOptions
-from icestream.sinks.iceberg.state import TableState, each
+from icestream.sinks.iceberg.state import TableState, in_parallel
 from icestream.sinks.iceberg.writer import IcebergWriter
 
 
@@ -205,7 +205,7 @@ class EpochPublisher:
             right = replace(state.progress, tables=new.tables, members=new.members)
             if right != state.progress:
                 corrected[table] = self._correction(table, right)
-        each(corrected, self._publish)
+        in_parallel(corrected, self._publish)
 
     def _correction(self, table: str, right: Progress) -> TableEpoch:
         """A commit without files, with which a table says something else of its last epoch."""
@@ -226,12 +226,12 @@ class EpochPublisher:
     def _publish_in_turn(self, commits: Mapping[str, TableEpoch]) -> None:
         """Publish the epoch in its tables, and then in those of their dead letters."""
         letters = {t: c for t, c in commits.items() if t.endswith(dead_letters.SUFFIX)}
-        each({t: c for t, c in commits.items() if t not in letters}, self._publish)
-        each(letters, self._publish)
+        in_parallel({t: c for t, c in commits.items() if t not in letters}, self._publish)
+        in_parallel(letters, self._publish)
 
     def _publish_together(self, commits: Mapping[str, TableEpoch]) -> None:
         handles = {table: self._states[table].handle for table in commits}
-        committed = publish_together(self._catalog, handles, commits, each)
+        committed = publish_together(self._catalog, handles, commits, in_parallel)
         for table, commit in commits.items():
             self._note(commit, committed[table])
 

@@ -54,7 +54,7 @@ class TableState:
         self.columns: dict[str, IcebergType] = {}
         self.renames = 0
 
-    def meet(self, columns: Sequence[Column]) -> None:
+    def note_source_columns(self, columns: Sequence[Column]) -> None:
         """Remember what the source calls its columns, for those that go by several names."""
         for column in columns:
             if not column.absent:
@@ -74,7 +74,7 @@ class TableState:
         )
 
 
-def each(items: Mapping[K, V], work: Callable[[K, V], R]) -> dict[K, R]:
+def in_parallel(items: Mapping[K, V], work: Callable[[K, V], R]) -> dict[K, R]:
     """Run over the items in parallel; all are awaited, then the worst error is raised."""
     if len(items) <= 1:
         return {key: work(key, value) for key, value in items.items()}
