@@ -1,16 +1,9 @@
 """Iceberg tables as a source: a load of one snapshot, then every change, snapshot by snapshot.
 
-Each table is a stream of its own. The frontier has for each `table <name> <uuid> <identifiers>:
-(sequence number, state, files)`: while the snapshot of that number is loaded the state is 0 and
-`files` of its files are done, in the order of their places; then it is 1, and all changes up to
-that snapshot are included. Sequence numbers only rise, and the name carries the table's identity
+Each table is a stream of its own. The frontier has for each `table <name> <uuid> <identifiers>`
+where it stands (`positions`). Sequence numbers only rise, and the name carries the table's identity
 and that of its rows, so a rollback, an expired history (`History.since`), a table replaced under
 the same name and other identifier columns are all noticed.
-
-A table whose copy was dropped is loaded anew, while the other copies remember where it was. The
-load is of the newest snapshot: from `(5, 1)` to `(7, 0, 0)`. If that is the one where the table
-stood, the states go up by two: from `(5, 1)` to `(5, 2, 0)` and, when it is loaded, to `(5, 3)`. So
-an even state is a load, and a position never goes back.
 
 An epoch moves one table: by a group of files while it is loaded, later by one snapshot, or by
 several that are there and small (`group_bytes`), or by all that are there with `net_changes`.
@@ -32,7 +25,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, zip_longest
-from math import inf
 from typing import Any, Literal
 
 from pyiceberg.types import IcebergType, NestedField, PrimitiveType, StructType
@@ -75,14 +67,19 @@ from icestream.sources.iceberg.changelog import (
     Changelog,
 )
 from icestream.sources.iceberg.options import IcebergSourceOptions, IcebergTableOptions
+from icestream.sources.iceberg.positions import (
+    BEFORE_ALL,
+    FOLLOWING,
+    LOADING,
+    aimed,
+    grouped,
+    is_choice,
+    load_anew,
+    loads,
+)
 
 log = logging.getLogger(__name__)
 
-_LOADING, _FOLLOWING = 0, 1
-# Where a table without any snapshot stands: all that it will ever have are changes.
-_BEFORE_ALL = -1
-# A snapshot counts for at least this much in a group: planning takes time for each, however small.
-_SNAPSHOT_BYTES_MIN = 64 * 1024
 _MILLISECONDS = 1000.0
 _ANEW = "remove the pipeline's progress and what it has written, so that the table is loaded anew"
 
@@ -230,7 +227,7 @@ class IcebergSource(Source):
             if before != after:
                 split = self._split(each, before, after)
                 found += [split] if split else []
-                looked |= not _is_choice(before, after)
+                looked |= not is_choice(before, after)
         return EpochPlan(parts=found, milestone=always if looked else never)
 
     def standing(self, frontier: Frontier) -> Standing:
@@ -248,7 +245,7 @@ class IcebergSource(Source):
         texts = []
         for partition, at in sorted(frontier.positions.items()):
             name = _table_of(partition)
-            loading = f" ({at[2]} files loaded)" if at and _loads(at) else ""
+            loading = f" ({at[2]} files loaded)" if at and loads(at) else ""
             texts.append(f"{name} {max(at[0], 0)}{loading}" if at else f"{name} -")
         return ", ".join(texts)
 
@@ -273,8 +270,8 @@ class IcebergSource(Source):
                 del times[number]
             bar, sizes = self._bars.get(each.name, (None, ()))
             if bar is not None:
-                bar.update(sum(sizes[: at[2]] if _loads(at) else sizes) - bar.n)
-                if not _loads(at):
+                bar.update(sum(sizes[: at[2]] if loads(at) else sizes) - bar.n)
+                if not loads(at):
                     bar.close()
                     del self._bars[each.name]
 
@@ -333,53 +330,41 @@ class IcebergSource(Source):
         if head is not None:
             self._times[each.name][head.sequence_number] = head.time_ms
         if at == MINIMUM and (head is None or each.options.disable_export):
-            return [(head.sequence_number if head else _BEFORE_ALL, _FOLLOWING)]
+            return [(head.sequence_number if head else BEFORE_ALL, FOLLOWING)]
         begin = self._load_ahead(each, at, head)
         ahead = [begin] if begin else []
         number, state, *rest = begin or at
-        if _loads(begin or at):
+        if loads(begin or at):
             # What came since the load began is there as well.
             ahead += self._load_positions(each, history.at(branch, number), state, rest.pop())
-            state += _FOLLOWING
+            state += FOLLOWING
         if rest:
             # Raises when the snapshot that was chosen is no longer there.
             history.at(branch, rest[0])
         newer = self._newer(each, number)
         for snapshot in newer:
             self._times[each.name][snapshot.sequence_number] = snapshot.time_ms
-        return [*ahead, *_aimed((number, state), rest, newer, self._steps)]
+        return [*ahead, *aimed((number, state), rest, newer, self._steps)]
 
     def _load_ahead(self, each: _Followed, at: Position, head: Snapshot | None) -> Position | None:
-        """Where the load of a table begins that is new, or whose copy is gone; None for others.
-
-        One that begins at the place of a load has yet to take its first file. One that stands
-        before all snapshots needs no load: changes bring everything.
-        """
+        """Where the load of a table begins that is new, or whose copy is gone; None for others."""
         if head is None:
             return None
         if at == MINIMUM:
-            return (head.sequence_number, _LOADING, 0)
-        number, state, *rest = at
-        begins = _loads(at) and not rest[0]
-        if self._dropped.get(each.partition) != at or begins or number == _BEFORE_ALL:
-            return None
-        # Rows of a snapshot that was chosen may be at the destination: no other comes before it.
-        chosen = rest[0] if rest and not _loads(at) else head.sequence_number
-        if each.options.disable_export or chosen < number:
-            return None
-        again = state - state % 2 + 2
-        return (chosen, _LOADING if chosen > number else again, 0)
+            return (head.sequence_number, LOADING, 0)
+        gone = self._dropped.get(each.partition) == at and not each.options.disable_export
+        return load_anew(at, head.sequence_number) if gone else None
 
     def _steps(self, ahead: Sequence[Snapshot]) -> list[Sequence[Snapshot]]:
         """The snapshots that are ahead, in the groups that are taken in one step each."""
         if self._options.net_changes:
             return [ahead] if ahead else []
-        return _grouped(ahead, self._options.group_bytes)
+        return grouped(ahead, self._options.group_bytes)
 
     def _newer(self, each: _Followed, number: int) -> list[Snapshot]:
         """The snapshots after the one of this number."""
         history, branch = each.changelog.history, self._options.branch
-        return history.since(branch, None if number == _BEFORE_ALL else number)
+        return history.since(branch, None if number == BEFORE_ALL else number)
 
     def _load_positions(
         self, each: _Followed, snapshot: Snapshot, state: int, done: int
@@ -395,7 +380,7 @@ class IcebergSource(Source):
             if gathered >= self._options.load_bytes and number + 1 < len(sizes):
                 positions.append((snapshot.sequence_number, state, number + 1))
                 gathered = 0
-        return [*positions, (snapshot.sequence_number, state + _FOLLOWING)]
+        return [*positions, (snapshot.sequence_number, state + FOLLOWING)]
 
     def _show(self, each: _Followed, sizes: Sequence[int], done: int) -> None:
         """A bar for the load of a table, where somebody can see it."""
@@ -412,9 +397,9 @@ class IcebergSource(Source):
             self._bars[each.name] = bar, sizes
 
     def _split(self, each: _Followed, before: Position, after: Position) -> FramePart | None:
-        if _is_choice(before, after):
+        if is_choice(before, after):
             return None
-        if _loads(before):
+        if loads(before):
             return self._load_split(each, before, after)
         return self._change_split(each, before[0], after[0])
 
@@ -423,12 +408,12 @@ class IcebergSource(Source):
         snapshot = history.at(self._options.branch, after[0])
         files: Files = history.files(snapshot)
         start = before[2]
-        end = after[2] if _loads(after) else len(files.sizes)
+        end = after[2] if loads(after) else len(files.sizes)
 
         def events(stage: Stage) -> DataFrame | None:
             with _as_source():
                 history.at(self._options.branch, after[0])
-            if not _loads(after) and each.name not in self._looked_for_shared:
+            if not loads(after) and each.name not in self._looked_for_shared:
                 each.changelog.tell_shared(files.tasks, snapshot, stage)
                 self._looked_for_shared.add(each.name)
             return each.changelog.load(files.part(start, end), snapshot, stage)
@@ -437,7 +422,7 @@ class IcebergSource(Source):
 
     def _change_split(self, each: _Followed, before: int, after: int) -> FramePart | None:
         def found() -> tuple[Snapshot | None, list[Snapshot]]:
-            start = None if before == _BEFORE_ALL else before
+            start = None if before == BEFORE_ALL else before
             with _as_source():
                 return each.changelog.history.path(self._options.branch, start, after)
 
@@ -473,18 +458,6 @@ class IcebergSource(Source):
         )
 
 
-def _is_choice(before: Position, after: Position) -> bool:
-    """Whether an epoch only chooses a snapshot, and nothing is read."""
-    if before == MINIMUM or (_loads(after) and before[:2] != after[:2]):
-        return True
-    return before[0] == after[0] and not _loads(before)
-
-
-def _loads(at: Position) -> bool:
-    """Whether a snapshot is loaded there, once more or for the first time."""
-    return at[1] % 2 == _LOADING
-
-
 @contextmanager
 def _as_source() -> Iterator[None]:
     """Say what goes wrong with a table in the words of one who reads it."""
@@ -516,57 +489,6 @@ def _called_otherwise(name: str, before: str, now: str) -> ConfigInvalid:
         detail="What was written under the old identifiers would stay for ever.",
         hint=f"Put them back; or {_ANEW}.",
     )
-
-
-def _aimed(
-    stands: tuple[int, int],
-    aim: Sequence[int],
-    newer: Sequence[Snapshot],
-    steps: Callable[[Sequence[Snapshot]], Sequence[Sequence[Snapshot]]],
-) -> list[Position]:
-    """The way to the newest snapshot, step by step, each chosen before it is taken.
-
-    What another run has chosen comes first. A single snapshot that keeps all rows sends nothing.
-    """
-    positions: list[Position] = [(aim[0], _FOLLOWING)] if aim else []
-    at = positions[-1] if aim else stands
-    for step in steps([snapshot for snapshot in newer if snapshot.sequence_number > at[0]]):
-        last = step[-1].sequence_number
-        if len(step) > 1 or not step[0].keeps_rows:
-            positions.append((*at, last))
-        at = (last, _FOLLOWING)
-        positions.append(at)
-    return positions
-
-
-def _grouped(ahead: Sequence[Snapshot], bytes_max: int) -> list[Sequence[Snapshot]]:
-    """Small neighbours with the same columns together, every other snapshot alone."""
-    groups: list[list[Snapshot]] = []
-    room = 0.0
-    for each in ahead:
-        weight = _weight(each)
-        if weight <= room and _alike(each, groups[-1][-1]):
-            groups[-1].append(each)
-            room -= weight
-        else:
-            groups.append([each])
-            room = bytes_max - weight
-    return list(groups)
-
-
-def _weight(snapshot: Snapshot) -> float:
-    """The bytes that a snapshot adds to a group; without end when it is to be taken alone.
-
-    One that only replaces files is alone because nothing has to be read of it then.
-    """
-    if snapshot.keeps_rows or snapshot.changed_bytes is None:
-        return inf
-    return max(snapshot.changed_bytes, _SNAPSHOT_BYTES_MIN)
-
-
-def _alike(one: Snapshot, other: Snapshot) -> bool:
-    """Whether rows of both have the same columns and are told apart by the same."""
-    return (one.schema_id, one.has_row_ids) == (other.schema_id, other.has_row_ids)
 
 
 def _columns(schema_json: str) -> list[Column]:

@@ -17,12 +17,11 @@ from icestream.sources.iceberg import (
     IcebergSource,
     IcebergSourceOptions,
     IcebergTableOptions,
-    _aimed,
     _columns,
     _Followed,
-    _grouped,
     _table_of,
 )
+from icestream.sources.iceberg.positions import aimed, grouped
 
 
 def test_columns_of_unknown_types_may_hold_anything():
@@ -66,8 +65,8 @@ def test_a_partition_names_a_table_that_may_have_blanks():
 def test_the_aim_of_a_step_is_chosen_before_it_is_taken(aim, ahead, net, one_by_one):
     """O2, O12, Mend i2: a run that takes over sends the same difference again."""
     newer = [snapshot(number) for number in ahead]
-    assert _aimed((5, 1), aim, newer, lambda all_: [all_] if all_ else []) == net
-    assert _aimed((5, 1), aim, newer, lambda all_: [[each] for each in all_]) == one_by_one
+    assert aimed((5, 1), aim, newer, lambda all_: [all_] if all_ else []) == net
+    assert aimed((5, 1), aim, newer, lambda all_: [[each] for each in all_]) == one_by_one
 
 
 def following(head, seen_early=False, **options):
@@ -167,9 +166,9 @@ def snapshot(number, kilobytes=1, schema_id=0, has_row_ids=False):
 )
 def test_small_snapshots_that_wait_are_taken_together(ahead, groups):
     """O2, Mend g5: large ones, and those that nobody knows the size of, are taken alone."""
-    found = _grouped(ahead, 200 * 1024)
+    found = grouped(ahead, 200 * 1024)
     assert [[each.sequence_number for each in group] for group in found] == groups
-    assert [len(group) for group in _grouped(ahead, 0)] == [1] * len(ahead)
+    assert [len(group) for group in grouped(ahead, 0)] == [1] * len(ahead)
 
 
 def test_the_shortest_polling_interval_counts():
