@@ -213,9 +213,9 @@ def take_off_envelope(values: Field, keys: Field, options: ValueOptions) -> Deco
 def _without_stand_ins(rows: Rows, events: _Events, placeholder: str) -> Rows:
     """The rows without what stands for values that were not sent.
 
-    Updates have them withheld, and a delete needs no value. Of a row that comes into being they are
-    lost, for it was there under another key: Debezium tells a key's change as a delete and a
-    creation, and nothing leads from one to the other.
+    In an update such a value is `withheld`: the row has it already. A delete needs no value. In a
+    row that is created it is `lost`. The row was there before, under another key: Debezium tells a
+    change of the key as a delete and a creation, and nothing leads from one to the other.
     """
     columns = dict(rows.columns)
     of_updates: dict[str, Mask] = {}

@@ -5,9 +5,9 @@
 
 The table cannot say what the source's columns are: some are derived, some left out, and an index of
 documents has no types that could be read by. So the source's columns are remembered with the table,
-which plays the part that the schema plays for tables that are not transformed: changes are read
-with it, it grows with the source, and a restart finds it as it was. A type that the pipeline file
-declares for a column replaces the remembered one.
+under the name `SOURCE_PROPERTY`. Changes are read by these columns. They grow with the source, and
+a restart finds them as they were. A type that the pipeline file declares for a column replaces the
+remembered one.
 """
 
 import json

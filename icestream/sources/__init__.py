@@ -156,10 +156,11 @@ class Split(Part, Protocol):
         ...
 
     def with_stored(self, table: str, values: pa.Table | None) -> "Split":
-        """The same split, given a table's rows that it asked for, beside those it has of others.
+        """The same split with the rows of a table that it asked for by `ValuesNeeded`.
 
-        None, before the split asks: the table is not at the epoch's start. What is written for it
-        is discarded, so values that it lacks are no error.
+        Rows of other tables that it was given before are kept. `values` is None for a table that
+        does not stand where the epoch begins: its changes are read, and what is written for it is
+        discarded. So the split need not ask for its values.
         """
         ...
 

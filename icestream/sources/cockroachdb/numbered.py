@@ -13,6 +13,10 @@ After them come those that have been idle for longer: a writer lives as long as 
 goes on with `next` after days, when all before that was read and removed. The longest idle drop
 out.
 
+An example: writer w has the files 0 to 4. Files 0 to 2 have only rows up to R, files 3 and 4 have
+later ones. The frontier of R has `w, 3, 5`: files 3 and 4 must still be there, 0 to 2 may be
+removed. If a later look finds 4 and 6, files 3 and 5 were removed.
+
 So it is also known what a table that has to be read from the beginning wants: all numbers from 0 on
 of every writer that is named or there. Once writers have dropped out nobody knows any more.
 """

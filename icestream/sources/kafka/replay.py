@@ -343,9 +343,10 @@ class LetterSplit:
     ) -> Iterator[tuple[str, pa.Table]]:
         """What the letters do to their tables, held against the log where there is one.
 
-        A letter that compaction took out of the log was overtaken by a later record of its key.
-        Where the log has none either, that was a delete. Where no table takes the later record, the
-        letter is the newest that can be taken.
+        Compaction may have taken a letter's record out of the log. That happens only when a later
+        record of the same key came. If the log has no later record either, the later one was a
+        delete. If the later record is itself one that no table takes, the letter is the newest
+        change that can be taken.
         """
         taken = _all_taken(each.taken() for each in verdicts)
         if self.logs is None:
