@@ -69,12 +69,17 @@ def test_every_timestamp_is_one_snapshot_although_the_pipeline_is_killed_everywh
     die(make_victim(here=False), *AROUND_THE_COMMIT)
 
 
+@pytest.mark.long(
+    kept_by="test_every_timestamp_is_one_snapshot_although_the_pipeline_crashes_everywhere"
+)
 def test_random_crashes_leave_one_snapshot_for_each_timestamp(make_victim: MakeVictim):
     """C2, X5: repeatable by the seed."""
     assert play(make_victim(here=True), SEED, CRASHES)
 
 
-@pytest.mark.long(kept_by="test_random_crashes_leave_one_snapshot_for_each_timestamp")
+@pytest.mark.long(
+    kept_by="test_every_timestamp_is_one_snapshot_although_the_pipeline_crashes_everywhere"
+)
 def test_random_kills_leave_one_snapshot_for_each_timestamp(make_victim: MakeVictim):
     """C2, X5: repeatable by the seed; `python -m tests.faults.changefeed_kills` plays more."""
     assert play(make_victim(here=False), SEED, KILLS)

@@ -46,6 +46,7 @@ def test_a_pipeline_that_crashes_everywhere_loses_and_doubles_nothing(make_victi
     die_everywhere(make_victim(here=True, only_added=True))
 
 
+@pytest.mark.long(kept_by="test_a_pipeline_that_crashes_everywhere_loses_and_doubles_nothing")
 def test_random_crashes_lose_and_double_nothing(make_victim: MakeVictim):
     """K6, X5: records that replace and delete rows, repeatable by the seed."""
     assert play(make_victim(here=True, only_added=False), SEED, CRASHES)
@@ -66,7 +67,7 @@ def test_a_pipeline_that_is_killed_everywhere_loses_and_doubles_nothing(make_vic
     die_everywhere(make_victim(here=False, only_added=True))
 
 
-@pytest.mark.long(kept_by="test_random_crashes_lose_and_double_nothing")
+@pytest.mark.long(kept_by="test_a_pipeline_that_crashes_everywhere_loses_and_doubles_nothing")
 def test_random_kills_lose_and_double_nothing(make_victim: MakeVictim):
     """K6, X5: repeatable by the seed; `python -m tests.faults.kafka_kills` plays more."""
     assert play(make_victim(here=False, only_added=False), SEED, KILLS)

@@ -71,6 +71,7 @@ def test_a_stream_that_crashes_everywhere_loses_and_doubles_nothing(make_victim:
     die_everywhere_in_the_stream(make_victim(here=True))
 
 
+@pytest.mark.long(kept_by="test_a_copy_that_crashes_everywhere_loses_and_doubles_nothing")
 def test_random_crashes_lose_and_double_nothing(make_victim: MakeVictim):
     """P3, P6, X5: in the copy and after it, repeatable by the seed."""
     assert play(make_victim(here=True), SEED, CRASHES)
@@ -93,7 +94,7 @@ def test_a_stream_that_is_killed_everywhere_loses_and_doubles_nothing(make_victi
     die_everywhere_in_the_stream(make_victim(here=False))
 
 
-@pytest.mark.long(kept_by="test_random_crashes_lose_and_double_nothing")
+@pytest.mark.long(kept_by="test_a_stream_that_crashes_everywhere_loses_and_doubles_nothing")
 def test_random_kills_lose_and_double_nothing(make_victim: MakeVictim):
     """P3, P6, X5: repeatable by the seed; `python -m tests.faults.kills` plays as many as asked."""
     assert play(make_victim(here=False), SEED, KILLS)

@@ -10,7 +10,11 @@ from icestream.failpoints import FailpointError
 from tests.faults.checking import assert_exact, published, resolved
 from tests.faults.conftest import MakeShop
 from tests.faults.shop import Shop
+from tests.integration import conftest as integration
+from tests.integration.pipelines import Shell
 from tests.oracle import RandomFeed
+
+shell = integration.shell
 
 SetFailpoints = Callable[[str], None]
 NEEDS_OPERATOR = 3
@@ -157,24 +161,25 @@ def test_a_rollback_while_the_pipeline_runs_stops_it(make_shop: MakeShop) -> Non
     shop.assert_exact()
 
 
-def test_the_commands_that_an_operator_types(make_shop: MakeShop) -> None:
+def test_the_commands_that_an_operator_types(make_shop: MakeShop, shell: Shell) -> None:
     """E8, U2, Mend f1: run, status, then rollback, with their exit codes and words."""
     shop = make_shop()
     shop.epochs(3)
     shop.run()
     shop.roll_back("orders", 1)
-    refused = shop.command("run", "--once")
-    assert refused.exit_code == NEEDS_OPERATOR, refused.stderr
-    assert "icestream rollback --replay" in refused.stderr
-    assert "icestream rollback --accept" in refused.stderr
-    status = shop.command("status")
-    assert status.exit_code == NEEDS_OPERATOR, status.stderr
-    assert status.stdout.endswith("  rolled back\n")
-    assert "icestream rollback --replay" in status.stderr
-    settled = shop.command("rollback", "--replay", "--table", "orders")
-    assert settled.exit_code == 0, settled.stderr
+    file = shell.write(shop.document())
+    refused = shell("run", file, "--once")
+    assert refused.code == NEEDS_OPERATOR, refused.err
+    assert "icestream rollback --replay" in refused.err
+    assert "icestream rollback --accept" in refused.err
+    status = shell("status", file)
+    assert status.code == NEEDS_OPERATOR, status.err
+    assert status.out.endswith("  rolled back\n")
+    assert "icestream rollback --replay" in status.err
+    settled = shell("rollback", file, "--replay", "--table", "orders")
+    assert settled.code == 0, settled.err
     goes_on_after = resolved(shop.lake, shop.name())[-1]
-    assert settled.stdout == f"orders: goes on after {goes_on_after}\n"
+    assert settled.out == f"orders: goes on after {goes_on_after}\n"
     shop.run()
     shop.assert_exact()
 

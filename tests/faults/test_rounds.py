@@ -16,12 +16,17 @@ OTHER_SEED = 38
 FAULTY_RUNS = 1
 
 
+@pytest.mark.long(
+    kept_by="tests/faults/test_crashes.py::test_kill_9_at_every_place_and_the_restarts_end_exact"
+)
 def test_a_round_of_random_faults_ends_exact(lake: Lake, rest: RestCatalog, tmp_path: Path) -> None:
     """E3, X5: whatever a seed brings, and repeatable by it."""
     assert "killed" in rounds.play(SEED, lake, rest, tmp_path, FAULTY_RUNS)
 
 
-@pytest.mark.long(kept_by="test_a_round_of_random_faults_ends_exact")
+@pytest.mark.long(
+    kept_by="tests/faults/test_crashes.py::test_kill_9_at_every_place_and_the_restarts_end_exact"
+)
 def test_rounds_of_more_random_faults_end_exact(
     lake: Lake, rest: RestCatalog, tmp_path: Path
 ) -> None:

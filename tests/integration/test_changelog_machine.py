@@ -10,6 +10,7 @@ from tests.integration.changelog_machine import opened, play
 
 # Each way in which rows of a large step are compared has its turn among three.
 PLAYS = 3
+STEPS = 4
 LONG_PLAYS = 30
 FIRST_SEED = 1
 LARGE_BYTES = changelog._LARGE_BYTES
@@ -19,7 +20,7 @@ def test_every_changelog_leads_from_one_state_to_the_next(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """O3, O4, O5, O7: whatever a few seeds bring."""
-    play_seeds(range(FIRST_SEED, FIRST_SEED + PLAYS), spark, tmp_path, monkeypatch)
+    play_seeds(range(FIRST_SEED, FIRST_SEED + PLAYS), spark, tmp_path, monkeypatch, STEPS)
 
 
 @pytest.mark.long(kept_by="test_every_changelog_leads_from_one_state_to_the_next")
@@ -31,7 +32,11 @@ def test_every_changelog_of_many_seeds_leads_from_one_state_to_the_next(
 
 
 def play_seeds(
-    seeds: range, spark: SparkSession, folder: Path, monkeypatch: pytest.MonkeyPatch
+    seeds: range,
+    spark: SparkSession,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    steps: int | None = None,
 ) -> None:
     """A play for each seed."""
     lake, catalog = opened(spark, folder)
@@ -40,4 +45,4 @@ def play_seeds(
         # they Spark's or those of plain files.
         monkeypatch.setattr(changelog, "_LARGE_BYTES", 0 if seed % 3 else LARGE_BYTES)
         monkeypatch.setattr(rewritten, "_LEFT_MAX", 1.0 if seed % 3 == 1 else -1.0)
-        assert play(seed, lake, catalog)
+        assert play(seed, lake, catalog, steps)

@@ -15,6 +15,7 @@ from icestream.errors import HistoryLost
 from icestream.frontier import Frontier
 from icestream.schema import schema_from_json
 from icestream.spark import job_count
+from tests.examples import with_more
 from tests.integration.changelog import Changelog, by_key
 from tests.integration.hand_fed import HandFed, put, shape
 from tests.integration.pipelines import document, run_once
@@ -57,20 +58,21 @@ def test_committing_neither_lists_storage_nor_reads_data_or_delete_files(
 
 
 @pytest.mark.spark_jobs
-def test_an_epoch_of_200_tables_is_one_spark_job_and_one_commit_per_table(
-    spark: SparkSession, embedded: dict[str, str], local: Lake, tmp_path: Path
+@pytest.mark.parametrize("count", with_more([50], [200]))
+def test_an_epoch_of_many_tables_is_one_spark_job_and_one_commit_per_table(
+    spark: SparkSession, embedded: dict[str, str], local: Lake, tmp_path: Path, count: int
 ) -> None:
     """E1: one Spark job for all tables of an epoch; only tables with changes commit."""
-    tables = [f"t{number:03d}" for number in range(200)]
+    tables = [f"t{number:03d}" for number in range(count)]
     feed = RandomFeed.create(tmp_path / "feed", 6, tables=tables)
-    feed.epoch(1000)
+    feed.epoch(5 * count)
     pipelines = document(feed.folder.path, embedded)
     before = job_count(spark)
     run_once(spark, pipelines)
     assert job_count(spark) - before == 1
     # A table that is only deleted from has never been there: there is nothing to make of it.
     changed = sorted({c.table for c in feed.log if c.row is not None and c.at <= feed.resolved[0]})
-    assert len(changed) > 150
+    assert len(changed) > 0.75 * count
     for table in changed[:3]:
         epochs = local.epochs(f"shop.{table}")
         assert len(epochs) == 1

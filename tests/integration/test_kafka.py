@@ -29,6 +29,7 @@ from icestream.errors import (
 from icestream.frontier import Frontier
 from icestream.pipeline import Pipeline
 from icestream.sources import Purpose
+from tests.examples import with_more
 from tests.integration.pipelines import Document, Shell, assert_refused
 from tests.integration.topics import NAMESPACE, PIPELINE, created, deleted, updated
 from tests.registry import StandInRegistry
@@ -90,7 +91,7 @@ def test_a_partition_without_records_leaves_the_time_open(topics):
 
 
 @pytest.mark.spark_jobs
-@pytest.mark.parametrize("partitions", [4, 64])
+@pytest.mark.parametrize("partitions", with_more([4], [64]))
 def test_random_upserts_end_as_the_log_says(topics, partitions):
     """K1, E3: many runs over a growing log of inserts, updates and deletes."""
     topics.create("orders", partitions)
