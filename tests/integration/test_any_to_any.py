@@ -518,6 +518,22 @@ def test_a_copy_that_was_dropped_is_loaded_anew_and_no_other(
     assert len(lake.epochs(f"{NAMESPACE}.parts")) == 2
 
 
+def test_a_copy_without_a_load_takes_all_that_comes_after_its_first_start(
+    search: Search, copy: tuple[Lake, Mapping[str, str]], spark: SparkSession
+):
+    """O1, E4: the copy is made at once, for it remembers where it began."""
+    lake, catalog = copy
+    search.create()
+    search.insert(1)
+    search.tables["shop.orders"]["disable_export"] = True
+    document = copying(search, catalog)
+    run(spark, document)
+    assert both(search, lake, "id") == ([(1,)], [])
+    search.insert(2)
+    run(spark, document)
+    assert both(search, lake, "id") == ([(1,), (2,)], [(2,)])
+
+
 def test_a_copy_passes_a_select(
     search: Search, copy: tuple[Lake, Mapping[str, str]], spark: SparkSession
 ):

@@ -141,6 +141,30 @@ class EventSplit:
         self.stage.close()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoChanges:
+    """A table without changes, whose copy has to be there nevertheless."""
+
+    table: str
+    version: int
+    identified: bool
+    columns: Sequence[Column]
+    size_bytes: int = 0
+
+    @property
+    def tables(self) -> Collection[str]:
+        """The one table."""
+        return (self.table,)
+
+    def frame(self) -> DataFrame | None:
+        """None: there are no changes."""
+        return None
+
+    def close(self) -> None:
+        """Nothing was staged."""
+        return None
+
+
 class IcebergSource(Source):
     """See the module and `icestream.sources.Source`."""
 
@@ -219,7 +243,8 @@ class IcebergSource(Source):
         """The one table that an epoch moves, and what to read of it.
 
         A milestone: what was looked at without finding a change need not be looked at again. A
-        choice is one only where what is sent can be seen before it is committed.
+        choice is one where what is sent can be seen before it is committed, and where no load
+        follows: a later start would choose another snapshot and skip what lies between.
         """
         found, looked = [], self._destination.seen_early
         for each in map(self._follow, self._options.tables):
@@ -227,7 +252,7 @@ class IcebergSource(Source):
             if before != after:
                 split = self._split(each, before, after)
                 found += [split] if split else []
-                looked |= not is_choice(before, after)
+                looked |= split is not None or not is_choice(before, after)
         return EpochPlan(parts=found, milestone=always if looked else never)
 
     def standing(self, frontier: Frontier) -> Standing:
@@ -397,11 +422,26 @@ class IcebergSource(Source):
             self._bars[each.name] = bar, sizes
 
     def _split(self, each: _Followed, before: Position, after: Position) -> FramePart | None:
+        if before == MINIMUM and not loads(after) and each.options.disable_export:
+            return self._beginning(each, after)
         if is_choice(before, after):
             return None
         if loads(before):
             return self._load_split(each, before, after)
         return self._change_split(each, before[0], after[0])
+
+    def _beginning(self, each: _Followed, after: Position) -> FramePart | None:
+        """Has the copy made that remembers where it begins; others remember that by themselves."""
+        if self._destination.seen_early:
+            return None
+        with _as_source():
+            shape = self._shape(each, each.table.schema_json())
+        return NoChanges(
+            table=each.name,
+            version=max(after[0], 0),
+            identified=each.changelog.identified,
+            columns=shape.columns,
+        )
 
     def _load_split(self, each: _Followed, before: Position, after: Position) -> FramePart:
         history = each.changelog.history
@@ -444,18 +484,23 @@ class IcebergSource(Source):
         events: Callable[[Stage], DataFrame | None],
         size_bytes: int,
     ) -> FramePart:
-        history, key = each.changelog.history, self._key(each.options)
-        columns = _columns(history.schema_json(snapshot))
-        self._shapes[each.name] = TableShape(columns=columns, key=key, table_id=history.uuid)
+        shape = self._shape(each, each.changelog.history.schema_json(snapshot))
         return EventSplit(
             each.name,
             snapshot.sequence_number,
             each.changelog.identified,
-            columns,
+            shape.columns,
             size_bytes,
             events,
             Stage(each.table, snapshot.schema_id),
         )
+
+    def _shape(self, each: _Followed, schema_json: str) -> TableShape:
+        """The table by one of its schemas, for whoever has to make its copy."""
+        uuid, key = each.changelog.history.uuid, self._key(each.options)
+        shape = TableShape(columns=_columns(schema_json), key=key, table_id=uuid)
+        self._shapes[each.name] = shape
+        return shape
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import pytest
 from icestream.destination import Destination
 from icestream.epoch import Epoch
 from icestream.errors import ConfigInvalid
-from icestream.frontier import Frontier
+from icestream.frontier import START, Frontier
 from icestream.iceberg.snapshots import Snapshot
 from icestream.sinks.opensearch.mapping import properties
 from icestream.sources import Remembered
@@ -80,10 +80,19 @@ def following(head, seen_early=False, **options):
         since=lambda _, number: branch[number or 0 :],
         files=lambda _: SimpleNamespace(sizes=[1, 1]),
     )
-    changelog = SimpleNamespace(history=history, identifiers="1", identifiers_now=lambda: "1")
+    changelog = SimpleNamespace(
+        history=history, identified=True, identifiers="1", identifiers_now=lambda: "1"
+    )
+    columns = [{"id": 1, "name": "id", "required": False, "type": "long"}]
+    schema_json = json.dumps({"type": "struct", "schema-id": 0, "fields": columns})
     made = IcebergSourceOptions(tables=[table], load_bytes=1, net_changes=True)
     source = IcebergSource(made, None, None, Destination(seen_early=seen_early))
-    source._followed["s.a"] = _Followed(name="s.a", options=table, table=None, changelog=changelog)
+    source._followed["s.a"] = _Followed(
+        name="s.a",
+        options=table,
+        table=SimpleNamespace(schema_json=lambda: schema_json),
+        changelog=changelog,
+    )
     return source
 
 
@@ -123,6 +132,23 @@ def test_a_table_whose_copy_was_dropped_is_loaded_anew(head, durable, ahead):
         missing = ["s.a"] if kept._options.tables[0].disable_export else []
         kept.resume(Remembered(progress={}, durable=at(5, 1), missing=missing))
         assert kept.available(at(5, 1)) == ([at(5, 1, head), at(head, 1)] if head > 5 else [])
+
+
+@pytest.mark.parametrize(("head", "began"), [(5, 5), (0, -1)], ids=["snapshots", "none yet"])
+def test_where_a_copy_begins_without_a_load_is_remembered_by_the_copy_itself(head, began):
+    """O1, E4: else the next start begins later, and what lies between is skipped in silence."""
+    source = following(head, disable_export=True, identifier_columns=["id"])
+    (upper,) = source.available(START)
+    assert upper == at(began, 1)
+    plan = source.plan(Epoch(number=1, lower=START, upper=upper))
+    (part,) = plan.parts
+    assert plan.milestone(START) and part.tables == ("s.a",) and part.frame() is None
+    part.close()
+    shape = source.shape("s.a")
+    assert ([column.name for column in shape.columns], shape.key) == (["id"], ["id"])
+    # An index is made with its first document: the frontier itself lies elsewhere.
+    early = following(head, seen_early=True, disable_export=True)
+    assert not early.plan(Epoch(number=1, lower=START, upper=upper)).parts
 
 
 def test_no_rows_lie_between_two_loads_of_one_snapshot():
