@@ -127,6 +127,7 @@ class Pipeline:
         self._named: Sequence[str] = ()
         self._missing: Sequence[str] = ()
         self._start = StartPlan()
+        self._told_forgetful = False
         self._freshness = metrics.FRESHNESS_SECONDS.labels(name)
         age = metrics.EPOCH_AGE_SECONDS.labels(name)
         age.set_function(lambda: time.monotonic() - self._durable_at)
@@ -548,7 +549,15 @@ class Pipeline:
         named = sorted({t for part in plan.parts for t in part.tables} - self._runner.left_alone)
         if milestone and len(named) == 1 and self._publish_frontier(epoch, named[0]):
             return True
-        return self._publish_frontier(epoch)
+        published = self._publish_frontier(epoch)
+        if milestone and not published and not self._told_forgetful:
+            self._told_forgetful = True
+            log.warning(
+                "no table is there yet that could remember where the pipeline stands: until one is "
+                "made, a new start begins as the first one did",
+                extra={"pipeline": self.name},
+            )
+        return published
 
     def _publish_frontier(self, epoch: Epoch, table: str | None = None) -> bool:
         labels = self._source.was_read(epoch, ())

@@ -367,6 +367,24 @@ def test_a_heartbeat_publishes_a_frontier_without_changes():
     assert scene.notes[-1] == "ack 4"
 
 
+class BeginningSource(LogSource):
+    """One whose beginning must be remembered, as that of a topic from `start: latest` on."""
+
+    def plan(self, epoch: Epoch) -> EpochPlan:
+        return replace(super().plan(epoch), milestone=lambda durable: durable == START)
+
+
+def test_a_beginning_that_no_table_can_remember_is_told(caplog):
+    """E9, K10: the next start begins elsewhere; a table that is there remembers it."""
+    for log, told in (("..", 1), ("a.", 0)):
+        scene = Scene(log, [1, 2])
+        scene.source = BeginningSource(log, [1, 2], scene.notes)
+        caplog.clear()
+        scene.run()
+        lines = [record for record in caplog.records if "could remember" in record.getMessage()]
+        assert len(lines) == told
+
+
 class DatedSource(LogSource):
     """One that knows when each of its epochs was committed, but for the first, a copy."""
 
