@@ -24,7 +24,7 @@ from tests.faults.checking import FOREIGN_IDS_FROM, PIPELINE, assert_exact, publ
 from tests.lake import Lake
 from tests.oracle import RandomFeed
 from tests.proxy import Proxy
-from tests.running import for_pipelines
+from tests.running import QUICK, for_pipelines
 from tests.servers import RestCatalog
 
 REPOSITORY = Path(__file__).parents[2]
@@ -34,7 +34,10 @@ RUN_SECONDS_MAX = 480.0
 # A process that lives for seconds has nothing of a compiler that pays off later.
 SPARK = {
     "master": "local[2]",
-    "conf": {"spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"},
+    "conf": {
+        "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
+        **QUICK,
+    },
 }
 
 
