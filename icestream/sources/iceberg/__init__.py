@@ -258,12 +258,15 @@ class IcebergSource(Source):
     def standing(self, frontier: Frontier) -> Standing:
         """Where each table stands, by sequence numbers.
 
-        Caught up is what has all that was there at the first look.
+        Caught up is what has all that was there at the first look. A load that goes on, of a newer
+        snapshot, has not.
         """
+        ours = [frontier[each.partition] for each in self._followed.values()]
+        loading = any(loads(at) for at in ours if at)
         return Standing(
             position=self._position(frontier),
             lag_seconds=self._lag_seconds(frontier),
-            caught_up=bool(self._heads) and frontier.covers(Frontier(self._heads)),
+            caught_up=bool(self._heads) and not loading and frontier.covers(Frontier(self._heads)),
         )
 
     def _position(self, frontier: Frontier) -> str:

@@ -151,6 +151,15 @@ def test_where_a_copy_begins_without_a_load_is_remembered_by_the_copy_itself(hea
     assert not early.plan(Epoch(number=1, lower=START, upper=upper)).parts
 
 
+def test_a_load_of_a_newer_snapshot_is_not_the_end_that_was_seen_at_the_start():
+    """O1, O2: a single run would end before it has brought a row."""
+    source = following(5)
+    assert source.available(START)[-1] == at(5, 1)
+    for loaded in ((7, 0, 0), (7, 0, 1)):
+        assert not source.standing(at(*loaded)).caught_up
+    assert source.standing(at(7, 1)).caught_up
+
+
 def test_no_rows_lie_between_two_loads_of_one_snapshot():
     """O1: epochs of other tables that are replayed may go past both."""
     source = following(5)
