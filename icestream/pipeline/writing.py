@@ -23,7 +23,15 @@ from icestream.schema import (
     joined_columns,
     joined_shapes,
 )
-from icestream.sinks import Evolves, LooksUpRows, Sink, StaleWrite, Writer, Written
+from icestream.sinks import (
+    Evolves,
+    LooksUpRows,
+    RefusesItself,
+    Sink,
+    StaleWrite,
+    Writer,
+    Written,
+)
 from icestream.sources import (
     EpochPlan,
     Part,
@@ -33,7 +41,7 @@ from icestream.sources import (
     TablesUnready,
     ValuesNeeded,
 )
-from icestream.sources.abilities import FindsTables
+from icestream.sources.abilities import FindsTables, IdentifiesTables
 from icestream.worker import Outcome, Unready
 
 T = TypeVar("T")
@@ -170,8 +178,13 @@ class EpochRunner:
     def _prepared(self, tables: Iterable[str]) -> list[str]:
         """The tables that are ready to be written to; some may have to be created first."""
 
+        source, sink = self._source, self._sink
+
         def prepare(table: str) -> bool:
-            return self._sink.prepare(table, lambda: self._source.shape(table))
+            ready = sink.prepare(table, lambda: source.shape(table))
+            if ready and isinstance(source, IdentifiesTables) and isinstance(sink, RefusesItself):
+                sink.refuse_itself(table, source.table_id(table))
+            return ready
 
         names = sorted(tables)
         # One table comes first: it makes the namespace, and decides between two runs that start

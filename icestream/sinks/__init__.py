@@ -129,7 +129,8 @@ class Sink(Protocol):
     thread is the thread of these epochs. Where a method may raise passing trouble (`Retryable`,
     `CommitUnknown`), the loop waits and calls it again.
 
-    `Evolves`, `LooksUpRows` and `RemembersSources` are what some sinks can do beyond this.
+    `Evolves`, `LooksUpRows`, `RemembersSources` and `RefusesItself` are what some sinks can do
+    beyond this.
     """
 
     def durable(self, tables: Sequence[str]) -> Mapping[str, Progress]:
@@ -260,7 +261,22 @@ class RemembersSources(Protocol):
         ...
 
 
-SINK_ABILITIES = (Evolves, LooksUpRows, RemembersSources)
+@runtime_checkable
+class RefusesItself(Protocol):
+    """Has tables that may be a source too: none is filled from itself, for it would grow for ever.
+
+    See `icestream.sources.abilities.IdentifiesTables`.
+    """
+
+    def refuse_itself(self, table: str, table_id: str) -> None:
+        """Raise `ConfigInvalid` when a prepared table is the one of this id.
+
+        Thread: those of epochs. Raises `Retryable` as well.
+        """
+        ...
+
+
+SINK_ABILITIES = (Evolves, LooksUpRows, RemembersSources, RefusesItself)
 """All of them, for the check of halves."""
 
 

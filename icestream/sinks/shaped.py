@@ -36,6 +36,7 @@ from icestream.sinks import (
     Committed,
     Evolves,
     LooksUpRows,
+    RefusesItself,
     RemembersSources,
     Sink,
     Writer,
@@ -174,6 +175,11 @@ class ShapedSink:
             return False
         self._remember(table)
         return True
+
+    def refuse_itself(self, table: str, table_id: str) -> None:
+        """Raise for a table that would be filled from itself, if the sink can tell."""
+        if isinstance(self._inner, RefusesItself):
+            self._inner.refuse_itself(table, table_id)
 
     def _recall(self, table: str, shape: Callable[[], TableShape | None]) -> bool:
         """Know the source's columns from the table, or from the source; False if neither knows."""

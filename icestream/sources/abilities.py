@@ -56,6 +56,18 @@ class DeclaresColumns(Protocol):
 
 
 @runtime_checkable
+class IdentifiesTables(Protocol):
+    """Reads tables that may be a destination too, and tells which ones they are."""
+
+    def table_id(self, table: str) -> str:
+        """What tells the table from all others, whatever its name. Thread: those of epochs.
+
+        Raises nothing.
+        """
+        ...
+
+
+@runtime_checkable
 class HasBacklog(Protocol):
     """Tells that a whole epoch waits.
 
@@ -133,6 +145,7 @@ SOURCE_ABILITIES = (
     Verifies,
     VerifiesTables,
     DeclaresColumns,
+    IdentifiesTables,
     HasBacklog,
     FindsTables,
     RegroupsSplits,

@@ -599,6 +599,10 @@ def test_a_table_is_not_filled_from_itself(search: Search, spark: SparkSession):
         with pytest.raises(ConfigInvalid, match="would be filled from itself"):
             run(spark, document)
     assert len(search.snapshot_ids()) == 1
+    # The same catalog, told in another way: the table itself shows it.
+    into["catalog"] = {**search.catalog, "cache-enabled": "false"}
+    with pytest.raises(ConfigInvalid, match="would be filled from itself"):
+        run(spark, document)
 
 
 def test_a_select_stands_between_a_table_and_its_index(

@@ -44,10 +44,9 @@ from icestream.sinks.iceberg.making import (
     SCHEMA_PROPERTY,
     key_of,
     own_schema,
-    refuse_itself,
     warn_of_deleted_metadata,
 )
-from icestream.sinks.iceberg.options import IcebergSinkOptions
+from icestream.sinks.iceberg.options import IcebergSinkOptions, filled_from_itself
 from icestream.sinks.iceberg.owners import (
     TableRefused,
 )
@@ -136,13 +135,17 @@ class IcebergSink:
         if state.key is None:
             if not self._shaped(table, state, shape):
                 return False
-            if not state.progress.epoch:
-                refuse_itself(state.handle, table, shape())
             warn_of_deleted_metadata(self._options, state.handle)
             state.key = key_of(self._options, table, state.handle, shape)
             if NAME_MAPPING in state.handle.properties() and (known := shape()):
                 state.note_source_columns(known.columns)
         return True
+
+    def refuse_itself(self, table: str, table_id: str) -> None:
+        """Raise for a table that would be filled from itself; see `RefusesItself`."""
+        state = self._states[table]
+        if not state.progress.epoch and state.handle.uuid() == table_id:
+            raise filled_from_itself(table)
 
     def recalled(self, table: str, name: str) -> str | None:
         """A property of a table; None of one that is not prepared."""

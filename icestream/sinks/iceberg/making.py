@@ -29,7 +29,6 @@ from icestream.schema import (
 from icestream.sinks.iceberg.options import (
     IcebergSinkOptions,
     TableOptions,
-    filled_from_itself,
 )
 from icestream.sinks.iceberg.owners import (
     TableOwner,
@@ -145,9 +144,3 @@ def _refuse_vague(column: NestedField, table: str) -> None:
             detail=f"It is a {column.field_type}, and readers would still show deleted rows.",
             hint="Name other columns in `equality_delete_by`.",
         )
-
-
-def refuse_itself(handle: Table, table: str, shape: TableShape | None) -> None:
-    """A table that is filled from itself would grow for ever."""
-    if shape is not None and shape.table_id and shape.table_id == handle.uuid():
-        raise filled_from_itself(table)

@@ -203,6 +203,10 @@ class IcebergSource(Source):
         """Columns and key of the snapshot that is read."""
         return self._shapes.get(table)
 
+    def table_id(self, table: str) -> str:
+        """The uuid of the table."""
+        return self._followed[table].changelog.history.uuid
+
     def resume(self, remembered: Remembered) -> StartPlan:
         """No table lies behind: one that was added or dropped is loaded in its turn."""
         stood = remembered.durable.positions.items()

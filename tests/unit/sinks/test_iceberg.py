@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TypeVar
 
 import pyarrow as pa
@@ -25,6 +26,7 @@ from icestream.sinks.iceberg import IcebergSink
 from icestream.sinks.iceberg.making import DELETES_METADATA
 from icestream.sinks.iceberg.options import IcebergSinkOptions, TableOptions
 from icestream.sinks.iceberg.publishing import collect
+from icestream.sinks.shaped import shaped
 from tests.property.memory import Lake, MemoryCatalog, Wire
 
 T = TypeVar("T")
@@ -226,6 +228,34 @@ def test_an_existing_table_is_identified_by_its_own_columns():
     owner.claim(["t"])
     owner.prepare("t", lambda: None)
     assert list(owner.writer(epoch(1, 0, 1), ["t"]).key("t")) == ["id"]
+
+
+def unasked() -> TableShape:
+    raise AssertionError("the source is asked for a shape that nobody needs")
+
+
+def test_a_source_is_not_asked_for_the_shape_of_a_table_that_says_all_by_itself():
+    """C5, I10: reading samples takes time, and some sources refuse to tell a key."""
+    lake = Lake()
+    schema = new_schema(SHAPE).model_dump_json()
+    MemoryCatalog(lake).create(name("t"), NewTable(schema_json=schema))
+    owner = sink(lake, tables={"t": TableOptions(table="t", equality_delete_by=["id"])})
+    owner.claim(["t"])
+    assert owner.prepare("t", unasked)
+    assert list(owner.writer(epoch(1, 0, 1), ["t"]).key("t")) == ["id"]
+
+
+def test_a_table_that_is_its_own_source_is_refused_by_its_identity():
+    """U5: a catalog may be told in two ways, so that names do not show it."""
+    lake = Lake()
+    owner = sink(lake)
+    owner.claim([])
+    owner.prepare("t", lambda: SHAPE)
+    uuid = owner.existing("t").uuid()
+    owner.refuse_itself("t", "another")
+    for into in (owner, shaped(owner, SimpleNamespace(of_all=""))):
+        with pytest.raises(ConfigInvalid, match="would be filled from itself"):
+            into.refuse_itself("t", uuid)
 
 
 def test_deleting_by_a_column_that_the_table_lacks_is_refused():

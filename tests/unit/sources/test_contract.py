@@ -13,6 +13,7 @@ from icestream.sources.abilities import (
     DeclaresColumns,
     FindsTables,
     HasBacklog,
+    IdentifiesTables,
     Interruptible,
     KnowsTables,
     RegroupsSplits,
@@ -44,7 +45,7 @@ CAN = {
     },
     CockroachdbFiles: {KnowsTables, Verifies, DeclaresColumns},
     CockroachdbTopics: {KnowsTables, Verifies, DeclaresColumns, HasBacklog, RegroupsSplits},
-    IcebergSource: {KnowsTables, Verifies, VerifiesTables},
+    IcebergSource: {KnowsTables, Verifies, VerifiesTables, IdentifiesTables},
 }
 
 
