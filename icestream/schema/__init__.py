@@ -20,6 +20,7 @@ from icestream.schema.columns import (
     column_schema,
     distinct_columns,
     new_schema,
+    refuse_unknown,
     reserved,
 )
 from icestream.schema.joining import joined_columns, joined_shapes, united
@@ -60,6 +61,7 @@ __all__ = [
     "new_schema",
     "parse_type",
     "refuse_doubles",
+    "refuse_unknown",
     "renamed_type",
     "reserved",
     "schema_from_json",

@@ -17,6 +17,7 @@ from pyiceberg.types import (
     MapType,
     NestedField,
     StructType,
+    UnknownType,
 )
 
 from icestream.errors import SchemaRejected
@@ -75,6 +76,28 @@ class Reads:
     named: frozenset[str]
     beginning: bool = False
     hidden: frozenset[str] = frozenset()
+
+
+def refuse_unknown(table: str, columns: Iterable[Column]) -> None:
+    """Raise `SchemaRejected` for a column whose values may have any shape, such as a variant."""
+    for column in columns:
+        if _unknown(column.type):
+            raise SchemaRejected(
+                f"column {column.name} of table {table} has a type that icestream does not know",
+                detail="Its values may have any shape, and a column of a table has one.",
+                hint="Give the table a `transform` that names the columns it wants and leaves the "
+                "column out.",
+            )
+
+
+def _unknown(kind: IcebergType) -> bool:
+    if isinstance(kind, StructType):
+        return any(_unknown(field.field_type) for field in kind.fields)
+    if isinstance(kind, ListType):
+        return _unknown(kind.element_type)
+    if isinstance(kind, MapType):
+        return _unknown(kind.key_type) or _unknown(kind.value_type)
+    return isinstance(kind, UnknownType)
 
 
 class SchemaGap(Exception):

@@ -29,7 +29,7 @@ from pyspark.sql import types as T
 
 from icestream.change import Op
 from icestream.errors import ConfigInvalid
-from icestream.schema import Column, TableShape, schema_from_json
+from icestream.schema import Column, TableShape, refuse_unknown, schema_from_json
 from icestream.spark import analysed, as_column, contains, parsed
 from icestream.transform.spark_schema import iceberg_type, spark_type
 
@@ -195,6 +195,8 @@ class Selects:
             kind, required = from_source.type, from_source.required
             columns.append(Column(name=field.name, type=kind, required=required))
         origins = {name: column.name for name, column in plain.items()}
+        used = [source.columns[place] for place in parts.used()]
+        refuse_unknown(table, used)
         return Derived(
             shape=TableShape(
                 columns=columns,
@@ -202,7 +204,7 @@ class Selects:
                 table_id=source.table_id,
             ),
             plain=origins,
-            used=frozenset(source.columns[place].name for place in parts.used()),
+            used=frozenset(column.name for column in used),
             named=self._named(table, [column.name for column in source.columns]),
         )
 

@@ -22,6 +22,7 @@ from pyiceberg.types import (
     TimestamptzNanoType,
     TimestamptzType,
     TimeType,
+    UnknownType,
     UUIDType,
 )
 from pyspark.sql import types as T
@@ -78,6 +79,9 @@ def spark_type(kind: IcebergType) -> T.DataType:
         return T.ArrayType(spark_type(kind.element_type))
     if isinstance(kind, MapType):
         return T.MapType(spark_type(kind.key_type), spark_type(kind.value_type))
+    if isinstance(kind, UnknownType):
+        # No select may read it, see `Selects.derived`; it only has to be there.
+        return T.VariantType()
     if type(kind) not in _SPARK_TYPES:
         raise ConfigInvalid(
             f"columns of type {kind} cannot be transformed",

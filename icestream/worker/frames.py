@@ -26,7 +26,14 @@ from icestream.documents import DOCUMENT, ID, document, numbered_document
 from icestream.errors import DataRejected, SchemaRejected
 from icestream.iceberg.rows import from_spark
 from icestream.report import Done, Row, encode
-from icestream.schema import Reads, SchemaGap, arrow_schema, gaps, schema_from_json
+from icestream.schema import (
+    Reads,
+    SchemaGap,
+    arrow_schema,
+    gaps,
+    refuse_unknown,
+    schema_from_json,
+)
 from icestream.sinks import SelectingWriter, Writer, WritesDocuments
 from icestream.sources import FRAME_ID, FRAME_OP, FRAME_ROW, FramePart
 from icestream.spark import as_retryable, attempt_number, in_session, run_frame
@@ -141,6 +148,7 @@ def _refuse_unread(part: FramePart, frame: DataFrame, reads: Reads | None) -> No
             f"column {unread[0]} of table {part.table} has a type that Spark does not read",
             hint="Give the table a `transform` that leaves the column out.",
         )
+    refuse_unknown(part.table, (column for column in part.columns if column.name in needed))
 
 
 def _names(frame: DataFrame) -> set[str]:

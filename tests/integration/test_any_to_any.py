@@ -16,7 +16,7 @@ from pyspark.sql import SparkSession
 from icestream import failpoints
 from icestream.config import open_pipeline, parse
 from icestream.connectors import SINKS, SOURCES
-from icestream.errors import ConfigInvalid, DataRejected
+from icestream.errors import ConfigInvalid, DataRejected, SchemaRejected
 from icestream.failpoints import FailpointError
 from tests.faults.crashing import crashes
 from tests.integration.pipelines import Document, embedded_catalog
@@ -532,6 +532,25 @@ def test_a_copy_without_a_load_takes_all_that_comes_after_its_first_start(
     search.insert(2)
     run(spark, document)
     assert both(search, lake, "id") == ([(1,), (2,)], [(2,)])
+
+
+def test_a_column_of_any_shape_is_left_out_by_a_select(
+    search: Search, copy: tuple[Lake, Mapping[str, str]], spark: SparkSession
+):
+    """E11, U5: the way out that the message names is taken."""
+    lake, catalog = copy
+    search.create("id BIGINT, v VARIANT, name STRING", version=3)
+    search.sql("INSERT INTO shop.orders VALUES (1, parse_json('[1]'), 'one')")
+    for transform in ({}, {"shop.orders": "select * from changes"}):
+        with pytest.raises(SchemaRejected, match="column v of table shop") as caught:
+            run(spark, copying(search, catalog, transform=transform))
+        assert "leaves the column out" in str(caught.value.hint)
+    document = copying(search, catalog, transform={"shop.orders": "select id, name from changes"})
+    run(spark, document)
+    search.sql("INSERT INTO shop.orders VALUES (2, parse_json('{}'), 'two')")
+    run(spark, document)
+    there, here = both(search, lake, "id, name")
+    assert here == there and len(here) == 2
 
 
 def test_a_copy_passes_a_select(

@@ -1,5 +1,6 @@
 """Parts that are frames: nothing of them is lost in silence, no column and no partition."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from icestream.report import Report, decode
 from icestream.schema import Column, Reads
 from icestream.sinks.iceberg.publishing import collect
 from icestream.sources import FRAME_ROW
+from icestream.sources.iceberg import _columns
 from icestream.transform import CHANGE_AT, CHANGE_OP, CHANGE_SEQ, struct_name
 from icestream.worker import frames
 from icestream.worker.frames import _Partition, _refuse_unread, _write_partition
@@ -44,6 +46,25 @@ def test_a_column_that_spark_does_not_read_is_refused_where_it_is_needed():
         assert "leaves the column out" in str(caught.value.hint)
         _refuse_unread(part, frame("id", "at"), reads)
     _refuse_unread(part, frame("id"), reading("id"))
+
+
+def test_a_column_of_any_shape_is_refused_where_it_is_needed():
+    """O8, E11, U5: also where Spark reads it; a table of rows has no type for it."""
+    part: Any = SimpleNamespace(table="t", columns=_columns(schema("variant")))
+    for reads in (None, reading("id", "v")):
+        with pytest.raises(SchemaRejected, match="column v of table t") as caught:
+            _refuse_unread(part, frame("id", "v"), reads)
+        assert "leaves the column out" in str(caught.value.hint)
+    _refuse_unread(part, frame("id", "v"), reading("id"))
+
+
+def schema(kind: str) -> str:
+    """A table with a column of some type, as Iceberg prints it."""
+    fields = [
+        {"id": 1, "name": "id", "required": True, "type": "long"},
+        {"id": 2, "name": "v", "required": False, "type": kind},
+    ]
+    return json.dumps({"type": "struct", "schema-id": 0, "fields": fields})
 
 
 def inserts(ids: Sequence[int]) -> pa.RecordBatch:

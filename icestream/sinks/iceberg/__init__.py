@@ -35,6 +35,7 @@ from icestream.schema import (
     TableShape,
     doubled,
     new_schema,
+    refuse_unknown,
     schema_from_json,
     source_schema,
 )
@@ -158,6 +159,7 @@ class IcebergSink:
 
     def evolve(self, table: str, columns: Sequence[Column]) -> None:
         """Let the table take these columns of the source; see `Evolves.evolve`."""
+        refuse_unknown(table, columns)
         state = self._states[table]
         before = state.source_names()
         noted = SCHEMA_PROPERTY if own_schema(state) else None

@@ -23,6 +23,7 @@ from icestream.schema import (
     NAME_MAPPING,
     TableShape,
     new_schema,
+    refuse_unknown,
     schema_from_json,
     table_names,
 )
@@ -54,6 +55,7 @@ def new_table(
 ) -> NewTable:
     """How a source table's Iceberg table is made."""
     given = table_options(options, owner.table or "")
+    refuse_unknown(owner.table or str(name), shape.columns)
     # Catalogs have deleted old metadata inside a commit to many tables that then failed.
     unsafe = {DELETES_METADATA} if options.atomic else set()
     properties = {

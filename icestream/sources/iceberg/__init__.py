@@ -25,9 +25,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, zip_longest
-from typing import Any, Literal
+from typing import Any
 
-from pyiceberg.types import IcebergType, NestedField, PrimitiveType, StructType
+from pyiceberg.types import IcebergType, NestedField, StructType, UnknownType
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from tqdm import tqdm
@@ -88,10 +88,14 @@ _ANEW = "remove the pipeline's progress and what it has written, so that the tab
 _INDICES = Destination(seen_early=True)
 
 
-class Anything(PrimitiveType):
-    """The type of a column whose values may have any shape."""
+class Anything(UnknownType):
+    """The type of a column whose values may have any shape; as text it is an unknown type."""
 
-    root: Literal["anything"] = "anything"
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, UnknownType)
+
+    def __hash__(self) -> int:
+        return hash(UnknownType)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

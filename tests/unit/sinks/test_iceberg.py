@@ -9,11 +9,18 @@ from typing import TypeVar
 
 import pyarrow as pa
 import pytest
-from pyiceberg.types import LongType, StringType
+from pyiceberg.types import LongType, NestedField, StringType, StructType
 
 from icestream import dead_letters
 from icestream.epoch import Epoch, Progress, resume_point
-from icestream.errors import Broken, ConfigInvalid, Fenced, RolledBack, TargetUnavailable
+from icestream.errors import (
+    Broken,
+    ConfigInvalid,
+    Fenced,
+    RolledBack,
+    SchemaRejected,
+    TargetUnavailable,
+)
 from icestream.frontier import START, Frontier
 from icestream.iceberg import progress as summaries
 from icestream.iceberg.catalog import catalog_properties
@@ -27,6 +34,7 @@ from icestream.sinks.iceberg.making import DELETES_METADATA
 from icestream.sinks.iceberg.options import IcebergSinkOptions, TableOptions
 from icestream.sinks.iceberg.publishing import collect
 from icestream.sinks.shaped import shaped
+from icestream.sources.iceberg import Anything
 from tests.property.memory import Lake, MemoryCatalog, Wire
 
 T = TypeVar("T")
@@ -228,6 +236,21 @@ def test_an_existing_table_is_identified_by_its_own_columns():
     owner.claim(["t"])
     owner.prepare("t", lambda: None)
     assert list(owner.writer(epoch(1, 0, 1), ["t"]).key("t")) == ["id"]
+
+
+def test_a_column_of_any_shape_is_refused_with_a_way_out():
+    """I6, U5: no table is made without it, and none gets it later."""
+    v = Column(name="v", type=Anything())
+    inside = Column(name="s", type=StructType(NestedField(1, "v", Anything(), required=False)))
+    owner = sink(Lake())
+    owner.claim([])
+    for column in (v, inside):
+        with pytest.raises(SchemaRejected, match=f"column {column.name} of table t") as caught:
+            owner.prepare("t", lambda c=column: replace(SHAPE, columns=[*SHAPE.columns, c]))
+        assert "leaves the column out" in str(caught.value.hint)
+    owner.prepare("t", lambda: SHAPE)
+    with pytest.raises(SchemaRejected, match="column v of table t"):
+        owner.evolve("t", [v])
 
 
 def unasked() -> TableShape:
