@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from datetime import UTC, datetime
+from functools import reduce
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -23,6 +24,7 @@ from icestream.errors import (
     RolledBack,
     shown,
 )
+from icestream.frontier import Frontier
 from icestream.pipeline import Pipeline, State
 from icestream.sources import Source
 from icestream.sources.abilities import known_tables, verify_table
@@ -93,7 +95,28 @@ def pipeline_status(config: PipelineConfig, spark: SparkSession) -> list[dict[st
     sink = open_sink(config, spark)
     with closing(open_source(config, spark)) as source:
         rows = config.sink.status(sink, known_tables(source), config.name)
-        return [_told(row, source) for row in rows]
+        return [*_without_a_place(rows, source, config.name), *(_told(row, source) for row in rows)]
+
+
+def _without_a_place(
+    rows: Sequence[dict[str, Any]], source: Source, pipeline: str
+) -> list[dict[str, Any]]:
+    """Tables that the destination lacks and that the next run would stop at.
+
+    The others remember where such a table stood, so that it cannot simply begin anew.
+    """
+    places = [row["upper"] for row in rows if row["upper"] is not None]
+    if not places:
+        return []
+    durable, there = reduce(Frontier.join, places), {row["source_table"] for row in rows}
+    found = []
+    for table in known_tables(source):
+        trouble = _raised(verify_table, source, table, durable) if table not in there else None
+        if trouble is not None:
+            absent = {"generation": 0, "epoch": 0, "snapshot_id": None, "committed_at": ""}
+            named = {"pipeline": pipeline, "table": table, "source_table": table, "position": ""}
+            found.append({**named, **absent, "state": _state(trouble), "trouble": trouble})
+    return found
 
 
 def _told(row: dict[str, Any], source: Source) -> dict[str, Any]:

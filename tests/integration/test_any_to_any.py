@@ -19,7 +19,7 @@ from icestream.connectors import SINKS, SOURCES
 from icestream.errors import ConfigInvalid, DataRejected, SchemaRejected
 from icestream.failpoints import FailpointError
 from tests.faults.crashing import crashes
-from tests.integration.pipelines import Document, embedded_catalog
+from tests.integration.pipelines import Document, Shell, assert_refused, embedded_catalog
 from tests.integration.postgres_world import Load, World, session
 from tests.integration.searching import Search
 from tests.integration.test_toys import GROWTH, TABLES, counting, expected, folder_rows
@@ -29,6 +29,8 @@ from tests.oracle import RandomFeed
 from tests.servers import OpenSearch
 from tests.toys.counter import CounterOptions
 from tests.toys.folder import FolderOptions
+
+EXIT_OPERATOR = 3
 
 NAMESPACE = "copies"
 DOCUMENTS_MAX = 10_000
@@ -516,6 +518,33 @@ def test_a_copy_that_was_dropped_is_loaded_anew_and_no_other(
     assert here == there and len(here) == 2
     # The load, and one insert.
     assert len(lake.epochs(f"{NAMESPACE}.parts")) == 2
+
+
+def test_a_source_table_that_was_made_anew_is_told_although_its_copy_is_gone(
+    search: Search, copy: tuple[Lake, Mapping[str, str]], spark: SparkSession, shell: Shell
+):
+    """E7, O6, U2: the other copy remembers the old one; with all copies gone it is loaded anew."""
+    lake, catalog = copy
+    search.tables = {t: {"identifier_columns": ["id"]} for t in ("shop.orders", "shop.parts")}
+    for table in search.tables:
+        search.create(table=table)
+        search.insert(1, table=table)
+    document = copying(search, catalog)
+    run(spark, document)
+    search.sql("DROP TABLE shop.orders")
+    search.create()
+    search.insert(5)
+    lake.sql(f"DROP TABLE {lake.table(f'{NAMESPACE}.orders')}")
+    file = shell.write(document)
+    status = shell("status", file)
+    assert status.code == EXIT_OPERATOR
+    assert "shop.orders was dropped and created anew" in status.err
+    assert "drop all of them" in status.err
+    assert "shop.orders  epoch 0" in status.out
+    assert_refused(shell.run(document), EXIT_OPERATOR, "was dropped and created anew", "hint: ")
+    lake.sql(f"DROP TABLE {lake.table(f'{NAMESPACE}.parts')}")
+    run(spark, document)
+    assert both(search, lake, "id") == ([(5,)], [(5,)])
 
 
 def test_a_copy_without_a_load_takes_all_that_comes_after_its_first_start(

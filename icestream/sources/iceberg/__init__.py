@@ -72,6 +72,7 @@ from icestream.sources.iceberg.positions import (
     FOLLOWING,
     LOADING,
     aimed,
+    begins_load,
     grouped,
     is_choice,
     load_anew,
@@ -81,7 +82,11 @@ from icestream.sources.iceberg.positions import (
 log = logging.getLogger(__name__)
 
 _MILLISECONDS = 1000.0
-_ANEW = "remove the pipeline's progress and what it has written, so that the table is loaded anew"
+_ANEW = (
+    "remove the pipeline's progress and what it has written, so that the table is loaded anew. "
+    "Where it fills Iceberg tables, each of them is progress: drop all of them, or have this table "
+    "filled by a pipeline of another name"
+)
 
 
 # What most of these pipelines fill.
@@ -353,9 +358,15 @@ class IcebergSource(Source):
             name, identity = _table_of(partition), partition.split(" ")[-2]
             if name not in current or current[name] == partition:
                 continue
+            if self._nothing_written(lower[partition]):
+                continue
             if current[name].split(" ")[-2] == identity:
                 raise _called_otherwise(name, partition, current[name])
             raise replaced(name)
+
+    def _nothing_written(self, at: Position) -> bool:
+        """Whether the load of a table has yet to bring its first row, so that none can stay."""
+        return begins_load(at) and not self._destination.seen_early
 
     def _positions(self, each: _Followed, lower: Frontier) -> list[Position]:
         """All positions of a table that lie ahead and can be reached now."""
@@ -526,7 +537,7 @@ def _as_source() -> Iterator[None]:
         raise TableReplaced(
             error.message,
             detail="The table of this name is another one than the pipeline has read.",
-            hint=f"{_ANEW.capitalize()}.",
+            hint=f"{_ANEW[0].upper()}{_ANEW[1:]}.",
         ) from error
 
 

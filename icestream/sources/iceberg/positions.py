@@ -36,6 +36,11 @@ def loads(at: Position) -> bool:
     return at[1] % 2 == LOADING
 
 
+def begins_load(at: Position) -> bool:
+    """Whether a table is to be loaded there, and no file of it has been."""
+    return len(at) == 3 and loads(at) and not at[2]
+
+
 def load_anew(at: Position, newest: int) -> Position | None:
     """Where the load begins of a table that stood there and whose copy is gone.
 
@@ -43,8 +48,7 @@ def load_anew(at: Position, newest: int) -> Position | None:
     or the branch was rolled back to before it.
     """
     number, state, *rest = at
-    begins = loads(at) and not rest[0]
-    if begins or number == BEFORE_ALL:
+    if begins_load(at) or number == BEFORE_ALL:
         return None
     # Rows of a snapshot that was chosen may be at the destination: no other comes before it.
     chosen = rest[0] if rest and not loads(at) else newest
