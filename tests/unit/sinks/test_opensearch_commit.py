@@ -5,11 +5,14 @@ from dataclasses import replace
 
 import pytest
 
-from icestream.epoch import Progress
+from icestream.epoch import Epoch, Progress
 from icestream.errors import CommitUnknown, Fenced, ProgressLost
 from icestream.frontier import Frontier
+from icestream.sinks import BESIDE
+from icestream.sinks.opensearch import OpenSearchSink
 from icestream.sinks.opensearch.client import Answer
 from icestream.sinks.opensearch.commit import Commit, Index, ProgressDocument
+from icestream.sinks.opensearch.options import OpenSearchOptions
 
 INDEX = Index(name="orders", uuid="u1")
 
@@ -104,3 +107,18 @@ def test_progress_that_this_run_did_not_leave_stops_it():
     with pytest.raises(ProgressLost, match="has been made anew"):
         document.publish(epoch(first.new, 2))
     assert client.document["epoch"] == 1
+
+
+def test_a_heartbeat_in_the_name_of_a_table_without_an_index_publishes_nothing():
+    """E9, O6: else the progress would name an index that nobody made."""
+    sink = OpenSearchSink(OpenSearchOptions(hosts=["http://localhost:9200"], index="t"), "pipe")
+    client = MemoryClient()
+    sink._document = ProgressDocument(client, "progress", "pipe")
+    sink.claim([])
+    upper = Frontier({"log": (1,)})
+    first = Epoch(number=1, lower=Frontier(), upper=upper)
+    assert not sink.heartbeat(first, {}, "t")
+    assert (client.sequence, client.document["epoch"]) == (1, 0)
+    assert sink.heartbeat(first, {})
+    assert sink.durable([])[BESIDE].upper == upper
+    sink.close()
