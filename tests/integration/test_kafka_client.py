@@ -601,8 +601,8 @@ def test_a_refused_sign_on_is_for_the_operator_and_shows_no_password(broker: Kaf
     }
     wanted = Range(topic="orders", partition=0, start=0, end=1)
     for ask in (
-        lambda: Cluster(signing_on, request_seconds=30.0).topics(["orders"]),
-        lambda: list(read_range(signing_on, wanted, read_timeout=30.0, batch_bytes=1_000)),
+        lambda: Cluster(signing_on, request_seconds=6.0).topics(["orders"]),
+        lambda: list(read_range(signing_on, wanted, read_timeout=6.0, batch_bytes=1_000)),
     ):
         with pytest.raises(ConfigInvalid) as refused:
             ask()
