@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from confluent_kafka import TopicPartition
+from confluent_kafka import Consumer, KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient
 
 from icestream.samples.postgres import EmbeddedPostgres
@@ -30,6 +30,7 @@ from tests.oracle import RandomFeed
 from tests.servers import KafkaBroker, wait_until
 
 OPERATOR = 3
+SECONDS_MAX = 60.0
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "history-lost.md"
 
 
@@ -243,6 +244,19 @@ def set_back(broker: KafkaBroker, topic: str) -> Iterator[None]:
         shutil.rmtree(log)
         shutil.copytree(f"{folder}/log", log)
         broker.start()
+        # A broker that has just begun may not know yet what it leads.
+        wait_until(lambda: _is_led(broker, topic), SECONDS_MAX, f"a leader of {topic}")
+
+
+def _is_led(broker: KafkaBroker, topic: str) -> bool:
+    consumer = Consumer({"bootstrap.servers": broker.bootstrap_servers, "group.id": "looks"})
+    try:
+        consumer.get_watermark_offsets(TopicPartition(topic, 0), timeout=10.0)
+    except KafkaException:
+        return False
+    finally:
+        consumer.close()
+    return True
 
 
 def topic_set_back(topics: Topics) -> Lost:
