@@ -30,16 +30,18 @@ class Cadence:
     epoch_rows_max: int = field(
         default=2_000_000,
         metadata={
-            "doc": "An epoch ends at the first boundary of the source after so many rows: the end "
-            "of a transaction, a resolved timestamp; an epoch of Kafka has at most so many. Where "
-            "nobody has counted the rows (copies of tables, files of changefeeds) only "
-            "`epoch_bytes_max` counts. An Iceberg source uses neither."
+            "doc": "About how many rows an epoch has at most. Kafka: never more. PostgreSQL: the "
+            "epoch may exceed it by about a quarter, or by one large transaction, which is never "
+            "cut. Changefeeds with `resolved_every`: the epoch ends at the next resolved "
+            "timestamp; without it this option has no effect. Where nobody has counted the rows "
+            "(copies of tables, files of changefeeds) only `epoch_bytes_max` counts. An Iceberg "
+            "source uses neither."
         },
     )
     epoch_bytes_max: int = field(
         default=1024**3,
         metadata={
-            "doc": "An epoch ends at the first boundary of the source after so many bytes of it.",
+            "doc": "The same in bytes of the source. Kafka may exceed it; see `epoch_rows_max`.",
             "unit": "bytes",
         },
     )

@@ -60,8 +60,6 @@ from icestream.sinks.iceberg.writer import IcebergWriter
 log = logging.getLogger(__name__)
 
 
-# Each further listing means that another run made tables meanwhile; that ends with its claim.
-LISTINGS_MAX = 10
 # A source whose columns change their names meets this many between two commits, and not more.
 RENAMES_MAX = 8
 

@@ -118,7 +118,7 @@ class _Followed:
 
 
 @dataclass(frozen=True, slots=True)
-class EventSplit:
+class EventFrame:
     """The changes of one epoch, read by Spark; `events` makes them anew each time it is asked."""
 
     table: str
@@ -507,7 +507,7 @@ class IcebergSource(Source):
         size_bytes: int,
     ) -> FramePart:
         shape = self._shape(each, each.changelog.history.schema_json(snapshot))
-        return EventSplit(
+        return EventFrame(
             each.name,
             snapshot.sequence_number,
             each.changelog.identified,
