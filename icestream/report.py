@@ -28,8 +28,9 @@ Row = tuple[str, int, bytes]
 class Report:
     """Something that was written for a table, and waits for its commit.
 
-    Everybody reads table, kind, rows and size. `payload` is for the sink whose writer made the
-    report: all else that its commit needs. It is plain data.
+    The engine reads `table`, the table's name at the source, and `size_bytes`, for the log. The
+    sink whose writer made the report gives `kind`, `rows` and `payload` their meaning. `payload` is
+    plain data and has all else that the commit needs, such as the shard and the attempt.
     """
 
     table: str

@@ -104,8 +104,9 @@ class Committed:
 class Written:
     """An epoch whose files are written and that waits for its commit.
 
-    `labels` are the source's own entries for the summaries; `catching_up` says that these tables
-    still lie behind the others.
+    `labels` are the source's own entries for the summaries. Their values are format strings that
+    may name `data`, `delete` and `batch`; see `Source.was_read`.
+    `catching_up` says that these tables still lie behind the others.
     `changes` are those that were read, as the source counts them: an update is one.
     `truncated` names tables whose rows all go before the epoch's files are added; they commit even
     without files, and count among the epoch's tables.

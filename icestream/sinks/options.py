@@ -71,5 +71,8 @@ class SinkOptions(Protocol):
         return {}
 
     def refuse_rollback(self, pipeline: str) -> None:
-        """Raise `ConfigInvalid` unless the opened sink has `settle_rollback`."""
+        """Raise `ConfigInvalid`, as is the default. A sink that has `settle_rollback` overrides it.
+
+        Asked by `icestream rollback`, which then calls `settle_rollback` of the opened sink.
+        """
         raise ConfigInvalid(f"pipeline {pipeline} does not write to tables that can be rolled back")

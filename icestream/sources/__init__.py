@@ -463,6 +463,8 @@ class Source(Protocol):
         """Told what reading an epoch has taught: what `Split.learned` returned, of each split.
 
         Returns entries of its own that the source wants in the summary of the epoch's snapshots.
+        Values are format strings: the Iceberg sink fills in `{data}` and `{delete}`, the numbers of
+        files, and `{batch}`. A brace that is meant as such is doubled, or the commit fails.
         Asked without lessons for an epoch that only publishes a frontier.
         Thread: those of epochs, and the loop's. Raises nothing.
         """

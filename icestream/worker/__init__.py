@@ -68,12 +68,32 @@ def write_epoch(
         return _joined(
             outcome, write_epoch(spark, splits, writer, key_in_one_split, description, selects)
         )
+    if splits:
+        _refuse_contradiction(writer, selects)
     shares = shares_of(splits, writer, key_in_one_split, spark.sparkContext.defaultParallelism)
     if selects and splits and isinstance(writer, SelectingWriter) and writer.selects:
         rows = _through_spark(selects, splits, writer, shares, description)
     else:
         rows = _straight(spark, splits, writer, shares, description)
     return outcome_of(rows, len(splits))
+
+
+def _refuse_contradiction(writer: Writer, selects: Selects | None) -> None:
+    """Refuse a sink whose options say that writers take documents, and whose writer does not.
+
+    The other way round, too. With `documents` every table passes a select of the whole row.
+    """
+    inner = writer.inner if isinstance(writer, SelectingWriter) else writer
+    said, found = bool(selects and selects.of_all), isinstance(inner, WritesDocuments)
+    if said == found:
+        return
+    lacks = "has no `version`" if said else "has a `version`, as a writer of documents"
+    raise ConfigInvalid(
+        "the options and the writer of the sink contradict each other",
+        detail=f"`documents` of the options is {said}, and {type(inner).__name__} {lacks}.",
+        hint="Change the class of the options or that of the writer; see `WritesDocuments` in "
+        "`icestream.sinks`.",
+    )
 
 
 def _straight(

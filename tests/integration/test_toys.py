@@ -7,29 +7,32 @@ files are found by its newest progress file, as any reader would.
 import json
 import random
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pyiceberg.types import IntegerType, LongType
 from pyspark.sql import SparkSession
 
 from icestream import failpoints
 from icestream.config import open_pipeline, parse
 from icestream.connectors import SINKS, SOURCES
-from icestream.epoch import Epoch
+from icestream.epoch import Epoch, Progress
 from icestream.errors import CommitConflict, ConfigInvalid, DataRejected, Fenced, SchemaRejected
 from icestream.failpoints import FailpointError
 from icestream.frontier import START, Frontier
 from icestream.pipeline import Pipeline
+from icestream.schema import Column, Reads, SchemaGap, TableShape, new_schema
 from icestream.sinks import Sink, Written
-from icestream.sources import Budget
+from icestream.sources import Budget, Remembered
 from tests.faults.crashing import crashes
 from tests.integration.pipelines import Document, Shell, assert_refused
 from tests.integration.postgres_world import Load, World, session
 from tests.integration.topics import Topics
 from tests.lake import Lake
 from tests.oracle import RandomFeed
-from tests.toys.counter import Counter, CounterOptions
+from tests.toys.counter import Counter, CounterOptions, CounterSplit
 from tests.toys.folder import FolderOptions, Head, ProgressFiles
 
 PIPELINE, NAMESPACE = "toys", "toys"
@@ -459,6 +462,17 @@ def test_an_epoch_that_is_committed_twice_is_there_once(out: Path):
     assert_each_file_once(out)
 
 
+def test_of_a_shard_that_was_written_twice_a_folder_takes_one_attempt(out: Path):
+    """E3: a task that Spark ran twice is reported twice, and its rows are there once."""
+    sink = claimed(out)
+    first, second = (written(sink, 1, START, GROWTH) for _ in range(2))
+    together = [*first.reports, *second.reports, *first.reports]
+    sink.commit(replace(first, reports=together))
+    found = {name: said["files"] for name, said in progress_files(out)[-1]["tables"].items()}
+    names = {report.table: str(report.payload[1]) for report in first.reports}
+    assert found == {table: [name] for table, name in names.items()}
+
+
 def test_of_two_that_have_read_the_same_progress_one_comes_next(out: Path):
     """E3: the swap is refused to the other, and nothing of it is left."""
     heads = ProgressFiles(out / PIPELINE / "progress", PIPELINE)
@@ -470,3 +484,39 @@ def test_of_two_that_have_read_the_same_progress_one_comes_next(out: Path):
     (said,) = progress_files(out)
     assert said["labels"] == {"run": "one"}
     assert len(list((out / PIPELINE / "progress").iterdir())) == 1
+
+
+# What the toy source refuses
+
+
+def read_anew(columns: Sequence[Column], key: Sequence[str], reads: Reads | None = None) -> None:
+    """Read an epoch of the counter, which has no notes, for a table with these columns."""
+    source = Counter(CounterOptions(tables={"ones": 1}, upto=3), Budget(rows=9, bytes=99))
+    epoch = Epoch(number=1, lower=START, upper=source.available(START)[-1])
+    schema_json = new_schema(TableShape(columns=columns, key=["id"]), "ones").model_dump_json()
+    for part in source.plan(epoch).parts:
+        assert isinstance(part, CounterSplit)
+        assert sum(batch.num_rows for batch in part.read(schema_json, key, reads)) == 3
+
+
+def test_a_counter_refuses_what_a_table_or_a_select_wants_otherwise():
+    """I11, E11: a type too narrow is a gap; another key, and a named column that is gone, stop."""
+    own = [Column(name="id", type=LongType()), Column(name="count", type=LongType())]
+    read_anew(own, ["id"])
+    with pytest.raises(SchemaGap) as caught:
+        read_anew([own[0], Column(name="count", type=IntegerType())], ["id"])
+    assert [column.name for column in caught.value.columns] == ["count"]
+    with pytest.raises(ConfigInvalid, match="cannot be deleted by count"):
+        read_anew(own, ["count"])
+    read = frozenset({"id", "note"})
+    with pytest.raises(SchemaRejected, match="reads column note"):
+        read_anew(own, ["id"], Reads(columns=read, named=read))
+
+
+def test_a_counter_tells_which_tables_it_does_not_feed():
+    """E4: a table that the options no longer name stays as it is."""
+    source = Counter(CounterOptions(tables={"ones": 1}), Budget(rows=9, bytes=99))
+    upper = Frontier({"count": (5,)})
+    mine = Progress(pipeline=PIPELINE, generation=1, epoch=1, upper=upper, tables=2)
+    start = source.resume(Remembered(progress={"ones": mine, "twos": mine}, durable=upper))
+    assert (start.unfed, start.behind) == ({"twos"}, {})

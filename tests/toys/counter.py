@@ -29,6 +29,7 @@ from icestream.schema import (
     SchemaGap,
     TableShape,
     arrow_schema,
+    gaps,
     schema_from_json,
 )
 from icestream.sources import (
@@ -42,6 +43,7 @@ from icestream.sources import (
     TableSplit,
     without_history,
 )
+from icestream.sources.named_columns import gone
 from icestream.sources.options import Opening, SourceOptions
 
 # The one partition of the frontier: the first number that is not included.
@@ -108,18 +110,21 @@ class Counter(Source):
 
     def shape(self, table: str) -> TableShape:
         """The same columns for all."""
-        columns = [Column(name=ID, type=LongType()), Column(name=COUNT, type=LongType())]
-        if self._options.notes:
-            columns.append(Column(name=NOTE, type=StringType()))
-        return TableShape(columns=columns, key=[ID])
+        return TableShape(columns=_columns(self._options.notes), key=[ID])
 
     def resume(self, remembered: Remembered) -> StartPlan:
-        """A table that was added later lacks all numbers up to what is durable in the others."""
+        """A table that was added later lacks all numbers up to what is durable in the others.
+
+        A table that the options no longer name gets no changes.
+        """
 
         def has_history(table: str, durable: Frontier) -> bool:
             return durable != START
 
-        return StartPlan(behind=without_history(self.tables(), remembered, has_history))
+        return StartPlan(
+            behind=without_history(self.tables(), remembered, has_history),
+            unfed=frozenset(remembered.progress.keys() - {*self.tables()}),
+        )
 
     def available(self, lower: Frontier, purpose: Purpose | None = None) -> Sequence[Frontier]:
         """All that is there, in epochs of as many numbers as one may hold."""
@@ -168,9 +173,13 @@ class CounterSplit(TableSplit):
         self, schema_json: str, key: Sequence[str], reads: Reads | None = None
     ) -> Iterator[pa.Table]:
         """All changes in one batch; see `TableSplit.read`."""
-        fields = arrow_schema(schema_from_json(schema_json))
-        if self.notes and NOTE not in fields.names:
-            raise SchemaGap(self.table, [Column(name=NOTE, type=StringType())])
+        schema, columns = schema_from_json(schema_json), _columns(self.notes)
+        _refuse_other_key(self.table, key)
+        _refuse_gone(self.table, columns, reads)
+        # Columns that the table lacks, and columns whose type is too narrow.
+        if lacking := gaps(schema, columns, key):
+            raise SchemaGap(self.table, lacking)
+        fields = arrow_schema(schema)
         steps = np.arange(self.first, self.end, dtype=np.int64)
         numbers = pa.array(steps * self.every)
         groups, kinds = np.divmod(steps, CHANGES_OF_A_GROUP)
@@ -196,6 +205,29 @@ class CounterSplit(TableSplit):
     def learned(self) -> None:
         """Reading teaches nothing."""
         return None
+
+
+def _columns(notes: bool) -> list[Column]:
+    """The columns of every table."""
+    columns = [Column(name=ID, type=LongType()), Column(name=COUNT, type=LongType())]
+    return [*columns, Column(name=NOTE, type=StringType())] if notes else columns
+
+
+def _refuse_other_key(table: str, key: Sequence[str]) -> None:
+    """A sink may delete by other columns than the key; a delete of the counter has only the key."""
+    if list(key) != [ID]:
+        raise ConfigInvalid(
+            f"rows of table {table} cannot be deleted by {', '.join(key) or 'no column'}",
+            detail=f"A delete of the counter names its row by {ID}.",
+            hint="Leave `equality_delete_by` out.",
+        )
+
+
+def _refuse_gone(table: str, columns: Sequence[Column], reads: Reads | None) -> None:
+    """A column that the table's select names must be there: a null would be a wrong value."""
+    lacking = sorted(reads.named - {column.name for column in columns}) if reads else []
+    if lacking:
+        raise gone(table, lacking[0], "Set `notes`, or leave the column out of the select.")
 
 
 def number_at(frontier: Frontier) -> int:

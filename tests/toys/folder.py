@@ -25,7 +25,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from urllib.parse import quote
 
 import pyarrow as pa
@@ -251,8 +251,8 @@ class FolderSink:
     def commit(self, written: Written) -> Sequence[Committed]:
         """Name the epoch's files, and how far it goes, in one progress file; see `Sink.commit`."""
         files: dict[str, list[str]] = {table: [] for table in sorted(written.truncated)}
-        for report in written.reports:
-            files.setdefault(report.table, []).append(str(report.payload))
+        for (table, _), name in _of_one_attempt(written.reports).items():
+            files.setdefault(table, []).append(name)
         return self._publish(written, files)
 
     def heartbeat(self, epoch: Epoch, labels: Mapping[str, str], table: str | None = None) -> bool:
@@ -400,7 +400,7 @@ class FolderWriter:
         )
         if rows.num_rows == 0:
             return
-        # Every attempt at a task draws its own: what was reported is never written again.
+        # Each attempt at a task draws its own name, so nobody overwrites what was reported.
         name = f"{quote(table, safe='')}/{self.epoch}-{shard}-{uuid.uuid4().hex}.parquet"
         path = Path(self.folder) / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -410,7 +410,7 @@ class FolderWriter:
             kind="file",
             rows=rows.num_rows,
             size_bytes=path.stat().st_size,
-            payload=name,
+            payload=(shard, name),
         )
 
     def _rows(self, table: str, rows: pa.Table, deleted: bool) -> pa.Table:
@@ -427,6 +427,18 @@ class FolderWriter:
                 else pa.nulls(rows.num_rows, each.type)
             )
         return pa.table(columns)
+
+
+def _of_one_attempt(reports: Sequence[Report]) -> dict[tuple[str, str], str]:
+    """The file of each table and shard. Of a task that ran twice the first report counts.
+
+    An attempt writes one file of a shard, so the name of the file stands for the attempt.
+    """
+    names: dict[tuple[str, str], str] = {}
+    for report in reports:
+        shard, name = cast(tuple[str, str], report.payload)
+        names.setdefault((report.table, shard), name)
+    return names
 
 
 def _claimed(head: Head) -> Head:
