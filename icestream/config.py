@@ -6,10 +6,12 @@ Which connectors there are is known to `icestream.connectors` alone; what differ
 asked of their options.
 """
 
+import contextlib
 import dataclasses
 import logging
 import os
 import re
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -306,8 +308,24 @@ def catalogs(configs: Sequence[PipelineConfig]) -> list[dict[str, str]]:
 
 
 def open_session(config: Config, pipelines: Sequence[PipelineConfig]) -> SparkSession:
-    """A Spark session that fits the pipelines."""
-    return sessions.session(catalogs(pipelines), config.spark.master, config.spark.conf)
+    """A Spark session that fits the pipelines.
+
+    Spark takes seconds to start, and so do the imports of connectors: both go on at the same time.
+    """
+    importing = threading.Thread(target=_import_connectors, args=(pipelines,), name="importing")
+    importing.start()
+    try:
+        return sessions.session(catalogs(pipelines), config.spark.master, config.spark.conf)
+    finally:
+        importing.join()
+
+
+def _import_connectors(pipelines: Sequence[PipelineConfig]) -> None:
+    # Whoever opens the connector meets the same error, and tells it.
+    with contextlib.suppress(Exception):
+        for pipeline in pipelines:
+            SOURCES.import_folder_of(pipeline.source)
+            SINKS.import_folder_of(pipeline.sink)
 
 
 def open_sink(config: PipelineConfig, spark: SparkSession) -> Any:

@@ -49,8 +49,17 @@ class Register(Generic[T]):
     def import_all(self) -> None:
         """Import all modules of all folders, for a process that others are forked from."""
         for folder in self._folders():
-            for module in self._within(folder):
-                importlib.import_module(f"{self._package}.{folder.name}.{module.name}")
+            self._import(folder)
+
+    def import_folder_of(self, options: T) -> None:
+        """Import all modules beside these options; nothing where they lie in no folder of ours."""
+        for folder in self._folders():
+            if type(options).__module__ == f"{self._package}.{folder.name}.options":
+                self._import(folder)
+
+    def _import(self, folder: pkgutil.ModuleInfo) -> None:
+        for module in self._within(folder):
+            importlib.import_module(f"{self._package}.{folder.name}.{module.name}")
 
     def add(self, kind: str, options: type[T]) -> None:
         """Add a connector that lies elsewhere, for this process."""

@@ -50,7 +50,7 @@ CONFINED = {
         *("spark", "transform", "transform.spark_schema", "config", "status", "demo"),
         "warm_up",
         *("worker", "worker.frames", "worker.wide", "documents"),
-        *("sources", "sources.iceberg", "sources.iceberg.changelog"),
+        *("sources", "sources.iceberg.source", "sources.iceberg.changelog"),
         *("sources.iceberg.identifiers", "sources.iceberg.rewritten", "preloaded"),
         "sources.iceberg.compared",
     },
@@ -65,7 +65,7 @@ CONFINED = {
     "pg8000": {"sources.postgres.connection"},
     "confluent_kafka": {"sources.kafka.client"},
     "ctypes": {"sources.kafka.librdkafka", "sources.kafka.consumer"},
-    "tqdm": {"sources.iceberg", "sources.postgres.copy_bar"},
+    "tqdm": {"sources.iceberg.source", "sources.postgres.copy_bar"},
     "google": {"formats.protobuf"},
     "urllib3": {"sinks.opensearch.client", "formats.registry"},
 }

@@ -4,6 +4,7 @@ A record passes these modules from top to bottom:
 
 | module | promise |
 |---|---|
+| `options` | what a pipeline file may say about records |
 | `decoding` | in which format records are, and which decoder reads them |
 | `envelope` | what records mean: plain rows or Debezium's changes |
 | `registry`, `registered`, `payloads` | schemas of a registry, and records grouped by theirs |

@@ -14,10 +14,11 @@ import pyarrow as pa
 from icestream.errors import ConfigInvalid
 from icestream.formats import registered
 from icestream.formats.arrow_fields import ArrowField, arrow_field
-from icestream.formats.envelope import REGISTERED, ValueOptions, decode, take_off_envelope
+from icestream.formats.envelope import decode, take_off_envelope
 from icestream.formats.json_cells import invalid_utf8
+from icestream.formats.options import REGISTERED, RegistryOptions, ValueOptions
 from icestream.formats.registered import Portion
-from icestream.formats.registry import Registry, RegistryOptions
+from icestream.formats.registry import Registry
 from icestream.formats.rows import Decoded, Records, Rows
 
 

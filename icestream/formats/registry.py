@@ -14,7 +14,7 @@ import json
 import ssl
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from threading import Lock
 from typing import Any
 from urllib.parse import quote, urlsplit, urlunsplit
@@ -24,6 +24,7 @@ import urllib3
 from urllib3.exceptions import HTTPError, SSLError
 
 from icestream.errors import ConfigInvalid, SourceUnavailable, keep_secret
+from icestream.formats.options import RegistryOptions
 from icestream.formats.payloads import Payloads
 from icestream.formats.rows import Indices
 from icestream.kernels import Bytes
@@ -38,27 +39,6 @@ REASON_CHARACTERS_MAX = 200
 _ACCEPT = "application/vnd.schemaregistry.v1+json, application/json"
 _OK, _UNAUTHORIZED, _FORBIDDEN, _NOT_FOUND = 200, 401, 403, 404
 _TOO_MANY, _SERVER_ERROR = 429, 500
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RegistryOptions:
-    """Where the registry is and how to sign on to it."""
-
-    url: str = field(
-        default="", metadata={"doc": "Address such as `https://registry.example.com:8081`."}
-    )
-    username: str = field(
-        default="", metadata={"doc": "User, or API key, for basic authentication."}
-    )
-    password: str = field(
-        default="", repr=False, metadata={"doc": "Password, or API secret, of that user."}
-    )
-    cert: str = field(
-        default="", metadata={"doc": "File with the certificates of authorities to trust."}
-    )
-    insecure: bool = field(
-        default=False, metadata={"doc": "Do not check the certificate of the registry."}
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,18 +1,16 @@
-"""Parquet files of Iceberg tables: where they lie, how they are written, what is reported of them.
+"""Parquet files of Iceberg tables: where they lie, how they are written, what they hold.
 
 A file is written under a name that only its own attempt at a task can write, in one atomic step: a
-reader never meets half of it, and no second attempt touches it. What is reported (`FileClosed`) is
-enough to commit the file without opening it.
+reader never meets half of it, and no second attempt touches it. What a commit must know of a file
+is in `iceberg.closed`.
 """
 
-import hashlib
-import json
 import os
 import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pyarrow as pa
@@ -37,12 +35,8 @@ from pyiceberg.types import (
     UUIDType,
 )
 
-from icestream.errors import TargetUnavailable, check
-from icestream.report import Report
-
-DATA = "data"
-EQUALITY_DELETES = "equality-deletes"
-POSITION_DELETES = "position-deletes"
+from icestream.errors import TargetUnavailable
+from icestream.iceberg.closed import DATA
 
 _TARGET_FILE_BYTES = 512 * 1024 * 1024
 _ROW_GROUP_BYTES = 128 * 1024 * 1024
@@ -51,73 +45,6 @@ _DICTIONARY_BYTES = 2 * 1024 * 1024
 _NUMBERED = (DateType, TimestampType, TimestamptzType, TimestampNanoType, TimestamptzNanoType)
 # Code points that no text may hold.
 _SURROGATES = range(0xD800, 0xE000)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileClosed:
-    """One file that a worker closed: all that its commit needs, and a hash over it."""
-
-    table: str
-    epoch: int
-    worker: str
-    schema_id: int
-    spec_id: int
-    path: str
-    kind: str
-    record_count: int
-    size_bytes: int
-    partition: Mapping[str, Any]
-    equality_ids: Sequence[int] = ()
-    metrics: Mapping[str, Any] = field(default_factory=dict)
-    split_offsets: Sequence[int] = ()
-    sort_order_id: int = 0
-    attempt: str = ""
-    sha256: str = ""
-
-    def digest(self) -> str:
-        """A hash over everything that is reported but itself."""
-        data = {name: getattr(self, name) for name in self.__slots__ if name != "sha256"}
-        text = json.dumps(data, sort_keys=True, separators=(",", ":"), default=list)
-        return hashlib.sha256(text.encode()).hexdigest()
-
-    def report(self) -> Report:
-        """The report that a worker sends of it, under a hash over everything."""
-        sealed = replace(self, sha256=self.digest())
-        return Report(
-            table=self.table,
-            kind=self.kind,
-            rows=self.record_count,
-            size_bytes=self.size_bytes,
-            payload=sealed,
-        )
-
-    @staticmethod
-    def of(report: Report) -> "FileClosed":
-        """The file of a report; refuses one that was altered on the way."""
-        file = report.payload
-        check(isinstance(file, FileClosed), "an Iceberg table is sent reports of its files")
-        assert isinstance(file, FileClosed)
-        check(file.report() == report, f"the report of {file.path} arrives as it was sent")
-        return file
-
-    def content_json(self) -> str:
-        """The file in the JSON form that Iceberg's library reads."""
-        content = {
-            "spec-id": self.spec_id,
-            "content": self.kind,
-            "file-path": self.path,
-            "file-format": "parquet",
-            "partition": self.partition,
-            "file-size-in-bytes": self.size_bytes,
-            "record-count": self.record_count,
-            "split-offsets": list(self.split_offsets),
-            **self.metrics,
-        }
-        if self.kind == EQUALITY_DELETES:
-            content["equality-ids"] = list(self.equality_ids)
-        if self.sort_order_id and self.kind == DATA:
-            content["sort-order-id"] = self.sort_order_id
-        return json.dumps(content)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from icestream import failpoints
 from icestream.commit_protocol import swap_rule
 from icestream.errors import CommitConflict
 from icestream.iceberg import progress as summaries
-from icestream.iceberg.files import DATA, FileClosed
+from icestream.iceberg.closed import DATA, FileClosed
 from icestream.iceberg.gateway import as_unavailable, commit_outcomes
 from icestream.iceberg.handle import TableHandle, TableName, latest
 from icestream.iceberg.head import TableHead

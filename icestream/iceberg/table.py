@@ -16,8 +16,8 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from icestream.iceberg import progress as summaries
+from icestream.iceberg.closed import FileClosed
 from icestream.iceberg.evolution import evolve, never_held_rows, shape_anew
-from icestream.iceberg.files import FileClosed
 from icestream.iceberg.gateway import as_unavailable, dictionary
 from icestream.iceberg.handle import TableHandle, TableName
 from icestream.iceberg.head import Past, TableHead, fed, last_epoch_snapshot, read_head

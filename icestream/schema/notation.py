@@ -5,7 +5,6 @@ import json
 import numpy as np
 import pyarrow as pa
 from pyiceberg.exceptions import ValidationError
-from pyiceberg.io.pyarrow import schema_to_pyarrow
 from pyiceberg.schema import Schema
 from pyiceberg.types import IcebergType, NestedField
 
@@ -39,6 +38,9 @@ def parse_type(text: str) -> IcebergType:
 
 def arrow_schema(schema: Schema) -> pa.Schema:
     """The Arrow schema that the table's columns are written with, field ids included."""
+    # Imports pandas, which takes seconds: a command that touches no rows does without.
+    from pyiceberg.io.pyarrow import schema_to_pyarrow
+
     return schema_to_pyarrow(schema)
 
 

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -97,6 +96,9 @@ def by_bucket(
 
 def hashes_of(changes: pa.Table, key: Sequence[str], buckets: int) -> np.ndarray:
     """The bucket of each change: the same for the same key, in whatever batch it is."""
+    # Takes seconds to import, and only a worker needs it.
+    import pandas as pd
+
     # Next to a null, pandas would make a whole number a float, with another hash.
     columns = {name: _without_nulls(changes.column(name)) for name in key}
     keys = pa.table(columns).to_pandas()

@@ -8,7 +8,7 @@ from pyspark.sql import SparkSession
 
 from icestream.config import open_sink, open_source
 from icestream.errors import Broken
-from icestream.iceberg.files import FileClosed
+from icestream.iceberg.closed import FileClosed
 from icestream.pipeline import Cadence, Pipeline
 from icestream.report import Report
 from icestream.sinks import Writer

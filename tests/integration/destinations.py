@@ -17,9 +17,9 @@ from icestream.change import AT, OP, SEQ, Op
 from icestream.iceberg.catalog import Catalog
 from icestream.schema import Column, TableShape
 from icestream.sinks import Sink
-from icestream.sinks.iceberg import IcebergSink
 from icestream.sinks.iceberg.options import IcebergSinkOptions
-from icestream.sinks.opensearch import OpenSearchOptions, OpenSearchSink
+from icestream.sinks.iceberg.sink import IcebergSink
+from icestream.sinks.opensearch.sink import OpenSearchOptions, OpenSearchSink
 from tests.lake import Lake
 from tests.proxy import Proxy
 from tests.servers import OpenSearch, RestCatalog

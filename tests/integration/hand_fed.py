@@ -13,8 +13,8 @@ from icestream.frontier import Frontier
 from icestream.iceberg.catalog import Catalog
 from icestream.schema import Column, TableShape, arrow_schema, schema_from_json
 from icestream.sinks import Committed, Written
-from icestream.sinks.iceberg import IcebergSink
 from icestream.sinks.iceberg.options import IcebergSinkOptions
+from icestream.sinks.iceberg.sink import IcebergSink
 from icestream.sinks.iceberg.writer import IcebergWriter
 from icestream.spark import stored_rows
 

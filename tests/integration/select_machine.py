@@ -25,7 +25,7 @@ from typing import Any
 from icestream import failpoints
 from icestream.errors import SchemaRejected
 from icestream.failpoints import FailpointError
-from icestream.formats.envelope import UNAVAILABLE_VALUE
+from icestream.formats.options import UNAVAILABLE_VALUE
 from icestream.spark import session
 from tests.integration.pipelines import Document, embedded_catalog
 from tests.integration.topics import Topics, created, deleted, updated

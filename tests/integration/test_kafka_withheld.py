@@ -9,7 +9,7 @@ import pytest
 
 from icestream import failpoints
 from icestream.errors import DataRejected
-from icestream.formats.envelope import UNAVAILABLE_VALUE
+from icestream.formats.options import UNAVAILABLE_VALUE
 from tests.integration.test_kafka import avro
 from tests.integration.topics import NAMESPACE, Topics, created, deleted, updated
 from tests.registry import StandInRegistry

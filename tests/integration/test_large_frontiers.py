@@ -17,8 +17,8 @@ from icestream.iceberg import progress as summaries
 from icestream.iceberg.catalog import Catalog
 from icestream.iceberg.handle import TableName
 from icestream.iceberg.table import Table
-from icestream.sinks.iceberg import IcebergSink
 from icestream.sinks.iceberg.options import IcebergSinkOptions
+from icestream.sinks.iceberg.sink import IcebergSink
 from tests.integration.hand_fed import HandFed, put, shape
 from tests.lake import Lake
 from tests.servers import RestCatalog

@@ -40,7 +40,7 @@ from icestream.failpoints import FailpointError
 from icestream.frontier import START, Frontier
 from icestream.schema import Column, TableShape
 from icestream.sinks import BESIDE, Written, of_tables
-from icestream.sinks.opensearch import (
+from icestream.sinks.opensearch.sink import (
     OpenSearchOptions,
     OpenSearchSink,
     OpenSearchWriter,

@@ -19,7 +19,8 @@ from icestream.errors import ConfigInvalid, SourceUnavailable
 from icestream.frontier import START, Frontier
 from icestream.samples.postgres import STOP_SECONDS_MAX, EmbeddedPostgres, Programs
 from icestream.sources import Budget
-from icestream.sources.postgres import PostgresOptions, PostgresSource, watch
+from icestream.sources.postgres import watch
+from icestream.sources.postgres.source import PostgresOptions, PostgresSource
 from tests.integration.postgres_world import session
 from tests.servers import wait_until
 

@@ -11,8 +11,8 @@ from icestream.epoch import Epoch
 from icestream.frontier import START, Frontier
 from icestream.samples.postgres import EmbeddedPostgres
 from icestream.sources import Budget
-from icestream.sources.postgres import PostgresOptions, PostgresSource
 from icestream.sources.postgres.changes import WalSplit
+from icestream.sources.postgres.source import PostgresOptions, PostgresSource
 from tests.integration.postgres_world import lsn, session
 from tests.servers import wait_until
 

@@ -23,9 +23,9 @@ from pyspark.sql import SparkSession
 
 from icestream.errors import CommitConflict, SchemaRejected
 from icestream.schema import NAME_MAPPING, Column, TableShape, gaps, schema_from_json
-from icestream.sinks.iceberg import RENAMES_MAX
 from icestream.sinks.iceberg.making import SCHEMA_PROPERTY
 from icestream.sinks.iceberg.options import TableOptions
+from icestream.sinks.iceberg.sink import RENAMES_MAX
 from tests.integration.hand_fed import HandFed, gone, put, shape
 from tests.lake import Lake
 from tests.proxy import Proxy

@@ -27,7 +27,7 @@ from icestream.errors import (
 from icestream.failpoints import FailpointError
 from icestream.frontier import Frontier
 from icestream.iceberg.snapshots import History
-from icestream.sinks.opensearch import OpenSearchWriter
+from icestream.sinks.opensearch.sink import OpenSearchWriter
 from tests.examples import THOROUGH
 from tests.faults.shop import Process
 from tests.integration.changelog import Changelog

@@ -45,12 +45,12 @@ from icestream.config import open_catalog
 from icestream.epoch import Epoch
 from icestream.errors import ConfigInvalid, DataRejected, SchemaRejected
 from icestream.frontier import Frontier
-from icestream.iceberg.files import FileClosed
+from icestream.iceberg.closed import FileClosed
 from icestream.report import Report
 from icestream.schema import TableShape, arrow_schema, schema_from_json
 from icestream.sinks import Written
-from icestream.sinks.iceberg import IcebergSink
 from icestream.sinks.iceberg.options import IcebergSinkOptions
+from icestream.sinks.iceberg.sink import IcebergSink
 from icestream.sinks.shaped import SOURCE_PROPERTY, shaped
 from icestream.sources import Targets
 from icestream.spark import stored_rows

@@ -19,7 +19,12 @@ from icestream.report import Row
 from icestream.spark import run_tasks
 from icestream.worker import map_tasks
 
-MODULES = ("icestream.worker", "icestream.sources.kafka", "icestream.sinks.iceberg", "pandas")
+MODULES = (
+    "icestream.worker",
+    "icestream.sources.kafka.source",
+    "icestream.sinks.iceberg.sink",
+    "pandas",
+)
 # Modules that nothing else imports: Python searches its path for them.
 RARE_MODULES = ("nturl2path", "sndhdr", "chunk", "sunau")
 

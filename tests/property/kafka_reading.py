@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from icestream import dead_letters
 from icestream.change import AT, OP, SEQ, Op
-from icestream.formats.envelope import ValueOptions
+from icestream.formats.options import ValueOptions
 from icestream.formats.rows import Records
 from icestream.schema import TableShape, arrow_schema, new_schema, schema_from_json
 from icestream.sources import ValuesNeeded

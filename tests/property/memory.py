@@ -26,7 +26,7 @@ from icestream.errors import (
     TargetUnavailable,
 )
 from icestream.iceberg import progress as summaries
-from icestream.iceberg.files import FileClosed
+from icestream.iceberg.closed import FileClosed
 from icestream.iceberg.gateway import replaced
 from icestream.iceberg.handle import TableName
 from icestream.iceberg.head import Past, TableHead

@@ -58,13 +58,13 @@ from icestream.errors import (
 )
 from icestream.frontier import Frontier, Position
 from icestream.iceberg import progress as summaries
-from icestream.iceberg.files import DATA, FileClosed
+from icestream.iceberg.closed import DATA, FileClosed
 from icestream.iceberg.handle import TableName
 from icestream.pipeline import Cadence, Pipeline
 from icestream.report import Report
 from icestream.schema import Column, SchemaGap, TableShape
-from icestream.sinks.iceberg import IcebergSink
 from icestream.sinks.iceberg.options import IcebergSinkOptions
+from icestream.sinks.iceberg.sink import IcebergSink
 from icestream.sinks.iceberg.writer import IcebergWriter
 from icestream.sources import (
     CatchUp,

@@ -16,7 +16,7 @@ from pyiceberg.partitioning import PartitionField, PartitionSpec
 from pyiceberg.schema import Schema
 from pyiceberg.transforms import Transform
 
-from icestream.iceberg.files import DATA, FileClosed
+from icestream.iceberg.closed import DATA, FileClosed
 from icestream.iceberg.target import SortColumn, WriteTarget
 from icestream.sinks.iceberg.writer import IcebergWriter
 

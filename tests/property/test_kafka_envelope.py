@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from icestream.change import Op
-from icestream.formats.envelope import USUAL_OPERATIONS, ValueOptions, decode
+from icestream.formats.envelope import USUAL_OPERATIONS, decode
+from icestream.formats.options import ValueOptions
 from icestream.formats.rows import Records
 from tests.examples import examples
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pyiceberg.types import BinaryType, ListType, LongType, StringType
 
-from icestream.formats.envelope import UNAVAILABLE_VALUE
+from icestream.formats.options import UNAVAILABLE_VALUE
 from icestream.formats.rows import Records
 from icestream.schema import Column, TableShape
 from tests.examples import examples

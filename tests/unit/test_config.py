@@ -21,9 +21,9 @@ from icestream.config import (
 from icestream.errors import ConfigInvalid
 from icestream.pipeline import Cadence
 from icestream.sinks.iceberg.options import IcebergSinkOptions, TableOptions
-from icestream.sinks.opensearch import OpenSearchOptions
+from icestream.sinks.opensearch.sink import OpenSearchOptions
 from icestream.sources.cockroachdb import CockroachdbOptions, TopicsOptions
-from icestream.sources.iceberg import IcebergSourceOptions
+from icestream.sources.iceberg.source import IcebergSourceOptions
 
 SECRET = "hunter2"
 OPENSEARCH = {"opensearch": {"hosts": ["http://localhost:9200"]}}

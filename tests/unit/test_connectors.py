@@ -113,3 +113,43 @@ def test_what_all_connectors_share_names_none_of_them(module):
 
 def _kinds(end: str) -> list[str]:
     return [path.parent.name for path in (PACKAGE / end).glob("*/options.py")]
+
+
+def test_a_command_starts_without_the_libraries_that_only_rows_need():
+    """U2: a wrong file is told in a second or two, and each of these libraries takes as long."""
+    program = """
+import sys
+from icestream import cli
+from icestream.connectors import SINKS, SOURCES
+for register in (SOURCES, SINKS):
+    for kind in register.kinds():
+        register.options(kind)
+print(*sys.modules)
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300
+    )
+    imported = set(ran.stdout.split())
+    assert "icestream.cli" in imported, ran.stderr
+    assert imported.isdisjoint({"pandas", "numba", "pyarrow.dataset", "pyiceberg.io.pyarrow"})
+
+
+def test_connectors_are_imported_while_spark_starts():
+    """U2: both take seconds, and a machine has two cores."""
+    program = """
+import sys, threading
+from icestream import config
+parsed = config.parse({"a": {"source": {"cockroachdb": {"files": "x"}}, "sink": {"iceberg": {}}}})
+wanted = ("icestream.sources.cockroachdb.files", "icestream.sinks.iceberg.writer")
+assert not set(wanted) & set(sys.modules)
+def start(*_):
+    (importing,) = [each for each in threading.enumerate() if each.name == "importing"]
+    importing.join(200)
+    return [name in sys.modules for name in wanted]
+config.sessions.session = start
+print(*config.open_session(parsed, parsed.pipelines))
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300
+    )
+    assert ran.stdout.split() == ["True", "True"], ran.stderr

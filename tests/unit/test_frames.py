@@ -19,7 +19,7 @@ from icestream.report import Report, decode
 from icestream.schema import Column, Reads
 from icestream.sinks.iceberg.publishing import collect
 from icestream.sources import FRAME_ROW
-from icestream.sources.iceberg import _columns
+from icestream.sources.iceberg.source import _columns
 from icestream.transform import CHANGE_AT, CHANGE_OP, CHANGE_SEQ, struct_name
 from icestream.worker import frames
 from icestream.worker.frames import _Partition, _refuse_unread, _write_partition

@@ -30,14 +30,14 @@ from icestream.errors import (
 from icestream.failpoints import FailpointError
 from icestream.frontier import START, Frontier
 from icestream.iceberg import progress as summaries
-from icestream.iceberg.files import DATA, FileClosed
+from icestream.iceberg.closed import DATA, FileClosed
 from icestream.iceberg.handle import TableName
 from icestream.pipeline import Cadence, Pipeline, State, brief, missing_tables
 from icestream.report import Report
 from icestream.schema import Column, SchemaGap, TableShape
 from icestream.sinks import SINK_ABILITIES, Sink
-from icestream.sinks.iceberg import IcebergSink
 from icestream.sinks.iceberg.options import IcebergSinkOptions
+from icestream.sinks.iceberg.sink import IcebergSink
 from icestream.sources import (
     EpochPlan,
     Need,

@@ -12,7 +12,7 @@ from pyiceberg.types import LongType, NestedField, UUIDType
 
 from icestream.change import AT, OP, SEQ, Op
 from icestream.errors import Broken, DataRejected, SchemaRejected, SourceUnavailable
-from icestream.iceberg.files import FileClosed
+from icestream.iceberg.closed import FileClosed
 from icestream.report import REPORT
 from icestream.schema import Column, SchemaGap, TableShape
 from icestream.sources import Need, TableSplit, TablesUnready, ValuesNeeded

@@ -22,7 +22,7 @@ from icestream.errors import (
     RolledBack,
 )
 from icestream.iceberg import progress as summaries
-from icestream.iceberg.files import DATA, FileClosed
+from icestream.iceberg.closed import DATA, FileClosed
 from icestream.iceberg.gateway import replaced
 from icestream.iceberg.head import TableHead
 from icestream.sinks import Committed, StaleWrite

@@ -11,7 +11,7 @@ from icestream.iceberg.rows import from_spark
 from icestream.iceberg.staged import staged_name
 from icestream.iceberg.table import Table
 from icestream.schema import arrow_schema, schema_from_json
-from icestream.sinks.iceberg import IcebergSink
+from icestream.sinks.iceberg.sink import IcebergSink
 
 ReadStaged = Callable[[str, Mapping[str, str], str, Spans], pa.Table]
 """Reads staged rows; `icestream.spark.staged_rows` on a Spark session."""

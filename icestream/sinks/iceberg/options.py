@@ -117,7 +117,7 @@ class IcebergSinkOptions(SinkOptions):
 
     def open(self, pipeline: str, spark: Any) -> Sink:
         """The sink; see `SinkOptions.open`."""
-        from icestream.sinks.iceberg import IcebergSink
+        from icestream.sinks.iceberg.sink import IcebergSink
 
         read_rows = partial(sessions.stored_rows, spark, bytes_max=self.lookup_bytes_max)
         return IcebergSink(open_catalog(self.catalog, spark), self, pipeline, read_rows)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from icestream import dead_letters
 from icestream.errors import ConfigInvalid
 from icestream.iceberg import progress as summaries
-from icestream.iceberg.files import FileClosed
+from icestream.iceberg.closed import FileClosed
 from icestream.iceberg.handle import TableName
 from icestream.iceberg.head import TableHead
 from icestream.iceberg.table import OWNER_PROPERTY, Table

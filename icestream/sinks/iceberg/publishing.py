@@ -13,7 +13,7 @@ from icestream.epoch import Epoch, Progress, furthest, name_id
 from icestream.errors import Broken, check
 from icestream.iceberg import progress as summaries
 from icestream.iceberg.catalog import Catalog
-from icestream.iceberg.files import DATA, FileClosed
+from icestream.iceberg.closed import DATA, FileClosed
 from icestream.report import Report
 from icestream.sinks import Committed, StaleWrite, Written
 from icestream.sinks.iceberg.claimed import ClaimedTables

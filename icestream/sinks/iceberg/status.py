@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from icestream.errors import IcestreamError
-from icestream.sinks.iceberg import IcebergSink
 from icestream.sinks.iceberg.commit import refuse_rollback
+from icestream.sinks.iceberg.sink import IcebergSink
 
 
 def status(sink: IcebergSink, tables: Sequence[str], pipeline: str) -> list[dict[str, Any]]:

@@ -35,7 +35,8 @@ from pyiceberg.types import IcebergType, NestedField, StructType
 
 from icestream.change import AT, BEFORE, OP, SEQ, fold
 from icestream.errors import SchemaRejected
-from icestream.iceberg.files import DATA, EQUALITY_DELETES, Closed, FileClosed, ParquetFolder
+from icestream.iceberg.closed import DATA, EQUALITY_DELETES, FileClosed
+from icestream.iceberg.files import Closed, ParquetFolder
 from icestream.iceberg.target import SortColumn, WriteTarget
 from icestream.names import TableNames
 from icestream.report import Report

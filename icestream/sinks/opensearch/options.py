@@ -137,7 +137,7 @@ class OpenSearchOptions(SinkOptions):
 
     def open(self, pipeline: str, spark: Any) -> Sink:
         """The sink; see `SinkOptions.open`."""
-        from icestream.sinks.opensearch import OpenSearchSink
+        from icestream.sinks.opensearch.sink import OpenSearchSink
 
         return OpenSearchSink(self, pipeline)
 

@@ -97,7 +97,7 @@ class IcebergSourceOptions(SourceOptions):
 
     def open(self, opening: Opening) -> Source:
         """The source; see `SourceOptions.open`."""
-        from icestream.sources.iceberg import IcebergSource
+        from icestream.sources.iceberg.source import IcebergSource
 
         def table(named: IcebergTableOptions) -> Table:
             return open_table(named.catalog or self.catalog, named.table_name, opening.spark)

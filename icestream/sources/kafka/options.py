@@ -8,8 +8,7 @@ from typing import Any
 
 from icestream.destination import Destination
 from icestream.errors import ConfigInvalid
-from icestream.formats.envelope import REGISTERED, ValueOptions
-from icestream.formats.registry import RegistryOptions
+from icestream.formats.options import REGISTERED, RegistryOptions, ValueOptions
 from icestream.schema import parse_type
 from icestream.sources import Source
 from icestream.sources.cockroachdb.options import TopicsOptions
@@ -127,7 +126,7 @@ class KafkaOptions(SourceOptions):
 
     def open(self, opening: Opening) -> Source:
         """The source; see `SourceOptions.open`."""
-        from icestream.sources.kafka import KafkaSource
+        from icestream.sources.kafka.source import KafkaSource
 
         pipeline, budget = opening.pipeline, opening.budget
         reading = self._reading(opening)

@@ -20,8 +20,8 @@ from icestream import dead_letters
 from icestream.change import Op
 from icestream.errors import DataRejected
 from icestream.formats.decoding import decoded
-from icestream.formats.envelope import SEND_WHOLE_ROWS, ValueOptions
-from icestream.formats.registry import RegistryOptions
+from icestream.formats.envelope import SEND_WHOLE_ROWS
+from icestream.formats.options import RegistryOptions, ValueOptions
 from icestream.formats.rows import Decoded, Indices, Mask, Records, Rows
 from icestream.schema import Column, SchemaGap, TableShape, joined_columns, joined_shapes
 from icestream.sources import Need, SplitsLost, TablesUnready, Targets, ValuesNeeded

@@ -62,7 +62,7 @@ class PostgresOptions(SourceOptions):
 
     def open(self, opening: Opening) -> Source:
         """The source; see `SourceOptions.open`."""
-        from icestream.sources.postgres import PostgresSource
+        from icestream.sources.postgres.source import PostgresSource
 
         def delete_columns(table: str) -> Sequence[str]:
             """Empty when a select may have given them other names."""

@@ -15,8 +15,7 @@ import pyarrow as pa
 import pytest
 
 from icestream.formats.decoding import decoded
-from icestream.formats.envelope import ValueOptions
-from icestream.formats.registry import RegistryOptions
+from icestream.formats.options import RegistryOptions, ValueOptions
 from icestream.formats.rows import Records
 from tests.registry import StandInRegistry
 

@@ -19,13 +19,9 @@ from pyiceberg.types import (
 
 from icestream.change import Op
 from icestream.errors import ConfigInvalid
-from icestream.formats.envelope import (
-    UNAVAILABLE_VALUE,
-    ValueOptions,
-    decode,
-    take_off_envelope,
-    withheld,
-)
+from icestream.formats import envelope
+from icestream.formats.envelope import decode, take_off_envelope, withheld
+from icestream.formats.options import ENVELOPES, UNAVAILABLE_VALUE, ValueOptions
 from icestream.formats.rows import Decoded, Records
 from icestream.formats.text_fields import TextField
 from icestream.schema import Column, arrow_schema, column_schema
@@ -605,3 +601,8 @@ def test_wrong_options_say_what_is_known(options, hint):
     with pytest.raises(ConfigInvalid) as caught:
         ValueOptions(**options)
     assert hint in (caught.value.hint or "")
+
+
+def test_each_envelope_that_a_file_may_name_can_be_taken_off():
+    """K2: options name envelopes without importing what takes them off."""
+    assert tuple(envelope._ENVELOPES) == ENVELOPES

@@ -4,8 +4,9 @@ import json
 
 import pyarrow as pa
 
+from icestream.formats.options import RegistryOptions
 from icestream.formats.registered import decode
-from icestream.formats.registry import Registry, RegistryOptions
+from icestream.formats.registry import Registry
 from tests.registry import StandInRegistry
 
 PROTO = """syntax = "proto3"; package shop; import "money.proto";

@@ -6,8 +6,9 @@ import pyarrow as pa
 import pytest
 
 from icestream.errors import ConfigInvalid, SourceUnavailable
+from icestream.formats.options import RegistryOptions
 from icestream.formats.payloads import payloads_of
-from icestream.formats.registry import Registry, RegistryOptions, UnknownSchema, framed
+from icestream.formats.registry import Registry, UnknownSchema, framed
 from tests.registry import StandInRegistry
 
 

@@ -25,14 +25,8 @@ from pyiceberg.types import (
 )
 
 from icestream.errors import Broken, TargetUnavailable
-from icestream.iceberg.files import (
-    DATA,
-    EQUALITY_DELETES,
-    Closed,
-    FileClosed,
-    ParquetFolder,
-    filesystem,
-)
+from icestream.iceberg.closed import DATA, EQUALITY_DELETES, FileClosed
+from icestream.iceberg.files import Closed, ParquetFolder, filesystem
 from icestream.report import Report, decode, encode
 from icestream.schema import arrow_schema
 

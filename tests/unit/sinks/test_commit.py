@@ -21,7 +21,7 @@ from icestream.errors import (
 )
 from icestream.frontier import Frontier
 from icestream.iceberg import progress as summaries
-from icestream.iceberg.files import DATA, EQUALITY_DELETES, FileClosed
+from icestream.iceberg.closed import DATA, EQUALITY_DELETES, FileClosed
 from icestream.iceberg.handle import TableName
 from icestream.iceberg.new_table import NewTable
 from icestream.schema import Column, TableShape, new_schema

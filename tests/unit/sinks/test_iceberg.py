@@ -24,17 +24,17 @@ from icestream.errors import (
 from icestream.frontier import START, Frontier
 from icestream.iceberg import progress as summaries
 from icestream.iceberg.catalog import catalog_properties
-from icestream.iceberg.files import DATA, EQUALITY_DELETES, FileClosed
+from icestream.iceberg.closed import DATA, EQUALITY_DELETES, FileClosed
 from icestream.iceberg.handle import TableName
 from icestream.iceberg.new_table import NewTable
 from icestream.schema import Column, TableShape, new_schema
 from icestream.sinks import StaleWrite, Written
-from icestream.sinks.iceberg import IcebergSink
 from icestream.sinks.iceberg.making import DELETES_METADATA
 from icestream.sinks.iceberg.options import IcebergSinkOptions, TableOptions
 from icestream.sinks.iceberg.publishing import collect
+from icestream.sinks.iceberg.sink import IcebergSink
 from icestream.sinks.shaped import shaped
-from icestream.sources.iceberg import Anything
+from icestream.sources.iceberg.source import Anything
 from tests.property.memory import Lake, MemoryCatalog, Wire
 
 T = TypeVar("T")

@@ -36,7 +36,7 @@ from icestream.errors import (
     TargetUnavailable,
 )
 from icestream.schema import Column, TableShape
-from icestream.sinks.opensearch import OpenSearchOptions, OpenSearchWriter, client
+from icestream.sinks.opensearch import client
 from icestream.sinks.opensearch.bulk import bulk_lines, cut, escaped, offsets
 from icestream.sinks.opensearch.mapping import field_mapping, missing, narrower, properties
 from icestream.sinks.opensearch.owners import Owner, owner_of, refuse_other
@@ -47,6 +47,7 @@ from icestream.sinks.opensearch.signing import (
     from_environment,
     signature,
 )
+from icestream.sinks.opensearch.sink import OpenSearchOptions, OpenSearchWriter
 from tests.servers import LOOPBACK, free_port
 from tests.stand_in import Said, StandIn, items, status, too_large
 

@@ -9,10 +9,10 @@ from icestream.epoch import Epoch, Progress
 from icestream.errors import CommitUnknown, Fenced, ProgressLost
 from icestream.frontier import Frontier
 from icestream.sinks import BESIDE
-from icestream.sinks.opensearch import OpenSearchSink
 from icestream.sinks.opensearch.client import Answer
 from icestream.sinks.opensearch.commit import Commit, Index, ProgressDocument
 from icestream.sinks.opensearch.options import OpenSearchOptions
+from icestream.sinks.opensearch.sink import OpenSearchSink
 
 INDEX = Index(name="orders", uuid="u1")
 

@@ -7,8 +7,8 @@ from icestream.epoch import Progress, resume_point
 from icestream.frontier import START, Frontier
 from icestream.pipeline import missing_tables
 from icestream.sinks import BESIDE
-from icestream.sinks.opensearch import _progress, document_version
 from icestream.sinks.opensearch.commit import Head, Index, Standings
+from icestream.sinks.opensearch.sink import _progress, document_version
 
 
 def at(position: int) -> Frontier:

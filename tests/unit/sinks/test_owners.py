@@ -21,9 +21,9 @@ from icestream.iceberg.new_table import NewTable
 from icestream.iceberg.table import OWNER_PROPERTY
 from icestream.names import TableNames
 from icestream.schema import new_schema
-from icestream.sinks.iceberg import IcebergSink
 from icestream.sinks.iceberg.options import IcebergSinkOptions, RouteOptions, TableOptions
 from icestream.sinks.iceberg.owners import TableOwner, TableToClaim
+from icestream.sinks.iceberg.sink import IcebergSink
 from tests.property.memory import Lake, MemoryCatalog
 from tests.unit.sinks.test_iceberg import SHAPE, commit, epoch, name, paths, sink
 

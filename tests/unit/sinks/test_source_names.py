@@ -10,7 +10,7 @@ from pyiceberg.transforms import IdentityTransform
 from pyiceberg.types import LongType, NestedField, StringType, StructType
 
 from icestream.change import AT, BEFORE, OP, SEQ, Op
-from icestream.iceberg.files import EQUALITY_DELETES, FileClosed
+from icestream.iceberg.closed import EQUALITY_DELETES, FileClosed
 from icestream.schema import arrow_schema, schema_from_json, source_schema
 from icestream.sinks.iceberg.writer import IcebergWriter
 from tests.property.tables import GLOBAL_SPEC_ID, LocalTable, partitions

@@ -39,7 +39,7 @@ from pyiceberg.types import (
 
 from icestream.change import AT, BEFORE, OP, SEQ, Op
 from icestream.errors import SchemaRejected
-from icestream.iceberg.files import DATA, EQUALITY_DELETES, FileClosed
+from icestream.iceberg.closed import DATA, EQUALITY_DELETES, FileClosed
 from icestream.iceberg.target import SortColumn
 from icestream.schema import arrow_schema
 from icestream.sinks.iceberg import writer

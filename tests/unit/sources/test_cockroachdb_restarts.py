@@ -10,11 +10,11 @@ import pytest
 from icestream.epoch import Epoch
 from icestream.errors import HistoryLost
 from icestream.frontier import START, Frontier, Position
-from icestream.iceberg.files import DATA, FileClosed
+from icestream.iceberg.closed import DATA, FileClosed
 from icestream.pipeline import Cadence, Pipeline
-from icestream.sinks.iceberg import IcebergSink
 from icestream.sinks.iceberg.options import IcebergSinkOptions
 from icestream.sinks.iceberg.publishing import EpochPublisher
+from icestream.sinks.iceberg.sink import IcebergSink
 from icestream.sources import EpochPlan
 from icestream.sources.cockroachdb import numbered
 from icestream.sources.cockroachdb.feed_file import FeedFile

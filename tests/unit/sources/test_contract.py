@@ -23,9 +23,9 @@ from icestream.sources.abilities import (
 )
 from icestream.sources.cockroachdb.files import CockroachdbFiles
 from icestream.sources.cockroachdb.topics import CockroachdbTopics
-from icestream.sources.iceberg import IcebergSource
-from icestream.sources.kafka import KafkaSource
-from icestream.sources.postgres import PostgresSource
+from icestream.sources.iceberg.source import IcebergSource
+from icestream.sources.kafka.source import KafkaSource
+from icestream.sources.postgres.source import PostgresSource
 
 ALL: Sequence[type[Source]] = (
     PostgresSource,

@@ -13,7 +13,8 @@ from icestream.frontier import START, Frontier
 from icestream.iceberg.snapshots import Snapshot
 from icestream.sinks.opensearch.mapping import properties
 from icestream.sources import Remembered
-from icestream.sources.iceberg import (
+from icestream.sources.iceberg.positions import aimed, grouped
+from icestream.sources.iceberg.source import (
     IcebergSource,
     IcebergSourceOptions,
     IcebergTableOptions,
@@ -21,7 +22,6 @@ from icestream.sources.iceberg import (
     _Followed,
     _table_of,
 )
-from icestream.sources.iceberg.positions import aimed, grouped
 
 
 def test_columns_of_unknown_types_may_hold_anything():

@@ -6,14 +6,15 @@ from dataclasses import replace
 import pytest
 
 from icestream.errors import HistoryLost
-from icestream.formats.envelope import ValueOptions
+from icestream.formats.options import ValueOptions
 from icestream.frontier import START, Frontier
 from icestream.sources import CatchUp, kafka
-from icestream.sources.kafka import KafkaSource, boundaries
+from icestream.sources.kafka import boundaries
 from icestream.sources.kafka.client import Topic
 from icestream.sources.kafka.consumer import PartitionStalled
 from icestream.sources.kafka.growth import GRACE_MS, end_of_unknown, span_of
 from icestream.sources.kafka.run import KafkaRun
+from icestream.sources.kafka.source import KafkaSource
 from icestream.sources.kafka.split import RangesTooLarge
 from tests.asking import remembered
 from tests.unit.sources.test_kafka_source import FakeCluster, FakeLetters, epoch, ranges, source

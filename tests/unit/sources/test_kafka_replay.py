@@ -13,7 +13,7 @@ from pyiceberg.types import LongType, NestedField, StringType
 from icestream import dead_letters
 from icestream.change import OP, SEQ, Op
 from icestream.errors import HistoryLost
-from icestream.formats.envelope import ValueOptions
+from icestream.formats.options import ValueOptions
 from icestream.formats.rows import Records
 from icestream.frontier import Frontier
 from icestream.sources.kafka import replay

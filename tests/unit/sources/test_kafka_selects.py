@@ -11,8 +11,7 @@ import pytest
 from pyiceberg.types import LongType, StringType
 
 from icestream.errors import SchemaRejected
-from icestream.formats.envelope import UNAVAILABLE_VALUE, ValueOptions
-from icestream.formats.registry import RegistryOptions
+from icestream.formats.options import UNAVAILABLE_VALUE, RegistryOptions, ValueOptions
 from icestream.schema import Column, Reads, TableShape
 from icestream.sources.kafka.consumer import Range
 from icestream.sources.kafka.split import RecordRouter

@@ -7,18 +7,19 @@ import pytest
 
 from icestream.epoch import Epoch
 from icestream.errors import ConfigInvalid, DataRejected, HistoryLost, SourceUnavailable
-from icestream.formats.envelope import ValueOptions
+from icestream.formats.options import ValueOptions
 from icestream.frontier import START, Frontier
 from icestream.iceberg.progress import VALID_THROUGH
 from icestream.names import TableNames
 from icestream.schema import TableShape
 from icestream.sources import Budget, CatchUp, Finish, kafka
-from icestream.sources.kafka import KafkaOptions, KafkaSource, topics
+from icestream.sources.kafka import topics
 from icestream.sources.kafka.boundaries import EPOCHS_AHEAD
 from icestream.sources.kafka.client import Topic
 from icestream.sources.kafka.consumer import PartitionStalled, Range
 from icestream.sources.kafka.route import Route
 from icestream.sources.kafka.run import KafkaRun
+from icestream.sources.kafka.source import KafkaOptions, KafkaSource
 from icestream.sources.kafka.split import Keys, RangeRead, RangesTooLarge, Reading
 from tests.asking import EPOCH, remembered
 

@@ -10,7 +10,7 @@ from icestream import dead_letters
 from icestream.change import AT, OP, SEQ, Op, fold
 from icestream.errors import DataRejected
 from icestream.formats import decoding as formats
-from icestream.formats.envelope import UNAVAILABLE_VALUE, ValueOptions
+from icestream.formats.options import UNAVAILABLE_VALUE, ValueOptions
 from icestream.formats.rows import Records
 from icestream.schema import Column, TableShape, distinct_columns, grown, new_schema
 from icestream.sources import TablesUnready

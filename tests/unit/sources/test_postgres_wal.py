@@ -23,7 +23,7 @@ from icestream.epoch import Epoch
 from icestream.errors import HistoryLost, SourceUnavailable
 from icestream.frontier import Frontier
 from icestream.sources import Budget, SplitsLost
-from icestream.sources.postgres import PostgresOptions, PostgresSource, connection, stream
+from icestream.sources.postgres import connection, stream
 from icestream.sources.postgres.changes import Relation, RelationColumn, WalSplit
 from icestream.sources.postgres.connection import Connection, Inbox, parse_dsn
 from icestream.sources.postgres.copies import Copies
@@ -31,6 +31,7 @@ from icestream.sources.postgres.run import PostgresRun
 from icestream.sources.postgres.segments import epochs
 from icestream.sources.postgres.server import Server
 from icestream.sources.postgres.slot import ReplicationSlot, Slot
+from icestream.sources.postgres.source import PostgresOptions, PostgresSource
 from icestream.sources.postgres.spool import SpoolUnreadable
 from icestream.sources.postgres.stream import ChangeStream
 from icestream.sources.postgres.tables import PgTable
