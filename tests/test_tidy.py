@@ -3,9 +3,10 @@
 import ast
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -126,6 +127,19 @@ def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
+@cache
+def _nodes(path: Path) -> Mapping[type, list[ast.AST]]:
+    found: dict[type, list[ast.AST]] = {}
+    for node in ast.walk(parsed(path)):
+        found.setdefault(type(node), []).append(node)
+    return found
+
+
+def nodes(path: Path, *kinds: type) -> list[Any]:
+    """What of these kinds a file has; of one kind in the order of the file."""
+    return [node for kind in kinds for node in _nodes(path).get(kind, ())]
+
+
 def python_files(folder: str = "") -> list[Path]:
     return [p for p in tracked() if p.suffix == ".py" and p.is_relative_to(ROOT / folder)]
 
@@ -138,20 +152,17 @@ def module_name(path: Path) -> str:
 
 def imports(path: Path) -> Iterator[tuple[str, int]]:
     """Every module that a file imports, wherever in it, with the line."""
-    for node in ast.walk(parsed(path)):
-        if isinstance(node, ast.Import):
-            yield from ((name.name, node.lineno) for name in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            for name in node.names:
-                # `from icestream import failpoints` names the module last.
-                inner = node.module == PACKAGE
-                yield (f"{PACKAGE}.{name.name}" if inner else node.module or "", node.lineno)
+    for node in nodes(path, ast.Import):
+        yield from ((name.name, node.lineno) for name in node.names)
+    for node in nodes(path, ast.ImportFrom):
+        for name in node.names:
+            # `from icestream import failpoints` names the module last.
+            inner = node.module == PACKAGE
+            yield (f"{PACKAGE}.{name.name}" if inner else node.module or "", node.lineno)
 
 
-def functions(path: Path) -> Iterator[Function]:
-    for node in ast.walk(parsed(path)):
-        if isinstance(node, Function):
-            yield node
+def functions(path: Path) -> list[Function]:
+    return nodes(path, *Function.__args__)
 
 
 def place(path: Path, line: int) -> str:
@@ -218,8 +229,8 @@ def test_the_gateway_to_the_jvm_is_used_only_where_it_belongs():
     users = {
         module_name(path)
         for path in python_files(PACKAGE)
-        for node in ast.walk(parsed(path))
-        if isinstance(node, ast.Attribute) and node.attr in ("_jvm", "_jsparkSession", "_jsc")
+        for node in nodes(path, ast.Attribute)
+        if node.attr in ("_jvm", "_jsparkSession", "_jsc")
     }
     assert users <= GATEWAY_MODULES
 
@@ -229,8 +240,8 @@ def test_imports_are_absolute():
     wrong = [
         place(path, node.lineno)
         for path in python_files()
-        for node in ast.walk(parsed(path))
-        if isinstance(node, ast.ImportFrom) and node.level
+        for node in nodes(path, ast.ImportFrom)
+        if node.level
     ]
     assert wrong == []
 
@@ -243,8 +254,7 @@ def words(name: str) -> set[str]:
 
 
 def defined(path: Path, kinds: tuple[type, ...]) -> list[tuple[str, int]]:
-    nodes = [node for node in ast.walk(parsed(path)) if isinstance(node, kinds)]
-    return [(node.name, node.lineno) for node in nodes]
+    return [(node.name, node.lineno) for node in nodes(path, *kinds)]
 
 
 def test_names_of_files_folders_and_classes_say_what_a_thing_is():
@@ -421,8 +431,8 @@ def test_tests_do_not_sleep():
     wrong = [
         place(path, node.lineno)
         for path in [*python_files("tests/unit"), *python_files("tests/property")]
-        for node in ast.walk(parsed(path))
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("time.sleep", "sleep")
+        for node in nodes(path, ast.Call)
+        if ast.unparse(node.func) in ("time.sleep", "sleep")
     ]
     assert wrong == []
 
@@ -433,8 +443,8 @@ def test_the_rule_of_waiting_alone_sleeps():
         place(path, node.lineno)
         for path in python_files(PACKAGE)
         if module_name(path) != "patience" and not module_name(path).startswith("samples")
-        for node in ast.walk(parsed(path))
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("time.sleep", "sleep")
+        for node in nodes(path, ast.Call)
+        if ast.unparse(node.func) in ("time.sleep", "sleep")
     ]
     assert wrong == []
 
@@ -520,9 +530,9 @@ def test_what_takes_long_is_kept_by_a_test_that_does_not():
 def test_no_case_of_a_test_is_called_by_a_set():
     """U9: a set is printed in another order by each process, so both collect other tests."""
     wrong = []
-    for path in sorted((ROOT / "tests").rglob("test_*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("mark.parametrize"):
+    for path in python_files("tests"):
+        for node in nodes(path, ast.Call):
+            if ast.unparse(node.func).endswith("mark.parametrize"):
                 named_by_text = any(ast.unparse(word) == "ids=str" for word in node.keywords)
                 sets = [each for each in ast.walk(node) if isinstance(each, ast.Set)]
                 wrong += [f"{path.name}:{each.lineno}" for each in sets if named_by_text]
