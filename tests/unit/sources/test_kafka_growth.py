@@ -8,7 +8,7 @@ import pytest
 from icestream.errors import HistoryLost
 from icestream.formats.options import ValueOptions
 from icestream.frontier import START, Frontier
-from icestream.sources import CatchUp, kafka
+from icestream.sources import CatchUp
 from icestream.sources.kafka import boundaries
 from icestream.sources.kafka.client import Topic
 from icestream.sources.kafka.consumer import PartitionStalled
@@ -65,7 +65,7 @@ def clock(monkeypatch):
 def cluster(monkeypatch):
     cluster = TimedCluster(2)
     # A real one is asked in the integration tests; here its answers are chosen.
-    monkeypatch.setattr(kafka, "Cluster", lambda settings: cluster)
+    monkeypatch.setattr("icestream.sources.kafka.source.Cluster", lambda settings: cluster)
     return cluster
 
 

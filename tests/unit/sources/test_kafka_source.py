@@ -12,7 +12,7 @@ from icestream.frontier import START, Frontier
 from icestream.iceberg.progress import VALID_THROUGH
 from icestream.names import TableNames
 from icestream.schema import TableShape
-from icestream.sources import Budget, CatchUp, Finish, kafka
+from icestream.sources import Budget, CatchUp, Finish
 from icestream.sources.kafka import topics
 from icestream.sources.kafka.boundaries import EPOCHS_AHEAD
 from icestream.sources.kafka.client import Topic
@@ -62,7 +62,7 @@ class FakeCluster:
 def cluster(monkeypatch):
     cluster = FakeCluster()
     # A real one is asked in the integration tests; here its answers are chosen.
-    monkeypatch.setattr(kafka, "Cluster", lambda settings: cluster)
+    monkeypatch.setattr("icestream.sources.kafka.source.Cluster", lambda settings: cluster)
     return cluster
 
 
