@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 # also writes a line of advice to stderr for each column. It reads the setting at its first use.
 os.environ.setdefault("ACERO_ALIGNMENT_HANDLING", "reallocate")
 
-# No database takes a zero byte in a name, so no user's column is called like these.
+# No user's column is called like these: `icestream.schema.reserved` refuses a zero byte in a name.
 OP = "\0op"
 AT = "\0at"
 SEQ = "\0seq"

@@ -136,7 +136,7 @@ class Config:
         for name in names:
             if name not in known:
                 raise unknown("pipeline", name, list(known), "the file")
-        return [known[name] for name in names] if names else self.pipelines
+        return [known[name] for name in dict.fromkeys(names)] if names else self.pipelines
 
 
 def load(path: str | Path, names: Sequence[str] = (), first: bool = False) -> Config:
@@ -220,7 +220,7 @@ def _wanted(known: Sequence[str], names: Sequence[str], first: bool) -> Sequence
     for name in names:
         if name not in known:
             raise unknown("pipeline", name, known, "the file")
-    return names or (known[:1] if first else known)
+    return list(dict.fromkeys(names)) or (known[:1] if first else known)
 
 
 def _pipeline(name: str, body: object) -> PipelineConfig:

@@ -44,7 +44,7 @@ class _Verdicts:
     """Which records are left, and why others are not; the first reason of a record counts."""
 
     def __init__(self, records: int):
-        self._codes = np.zeros(records, dtype=np.uint8)
+        self._codes = np.zeros(records, dtype=np.int32)
         # The first two stand for a record that is left and for one that is passed over.
         self._reasons = ["", ""]
 

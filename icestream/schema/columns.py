@@ -176,6 +176,9 @@ def distinct_columns(columns: Iterable[Column], fields_max: int | None = None) -
 
 def reserved(column: Column) -> str | None:
     """Why no table may have a column of this name; None when it may."""
+    if "\0" in column.name:
+        # Columns of the engine's own begin with one: see `icestream.change`.
+        return f"no column may be called {column.name!r}: its name has a zero byte"
     if column.name.lower() not in _RESERVED_NAMES:
         return None
     return f"no column may be called {column.name}: readers of Iceberg give that name themselves"

@@ -100,10 +100,17 @@ def hashes_of(changes: pa.Table, key: Sequence[str], buckets: int) -> np.ndarray
     import pandas as pd
 
     # Next to a null, pandas would make a whole number a float, with another hash.
-    columns = {name: _without_nulls(changes.column(name)) for name in key}
+    columns = {name: _without_nulls(_numbered(changes.column(name))) for name in key}
     keys = pa.table(columns).to_pandas()
     hashes: np.ndarray = pd.util.hash_pandas_object(keys, index=False).to_numpy()
     return hashes % np.uint64(buckets)
+
+
+def _numbered(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Days and moments as whole numbers: Python has none before the year 1 or after 9999."""
+    if pa.types.is_date32(column.type) or pa.types.is_time32(column.type):
+        return column.cast(pa.int32())
+    return column.cast(pa.int64()) if pa.types.is_temporal(column.type) else column
 
 
 def _without_nulls(column: pa.ChunkedArray) -> pa.ChunkedArray:

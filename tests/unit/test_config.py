@@ -561,6 +561,7 @@ def test_pipelines_are_picked_by_name():
     """U2: `--pipeline`."""
     config = parse({**document(), "other": document()["orders"]})
     assert [pipeline.name for pipeline in config.pick(["other"])] == ["other"]
+    assert [each.name for each in config.pick(["other", "orders", "other"])] == ["other", "orders"]
     assert config.pick([]) == config.pipelines
     with pytest.raises(ConfigInvalid, match="unknown pipeline `oders`") as caught:
         config.pick(["oders"])
@@ -579,6 +580,7 @@ def test_a_file_is_loaded(tmp_path):
     config = load(path)
     assert isinstance(config, Config)
     assert config.pipelines[0].cadence.commit_interval == 1.0
+    assert [each.name for each in load(path, ["orders", "orders"]).pipelines] == ["orders"]
 
 
 def test_a_file_that_is_not_there_is_told(tmp_path):

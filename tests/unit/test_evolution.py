@@ -26,6 +26,7 @@ from pyiceberg.types import (
     UUIDType,
 )
 
+from icestream.change import AT, OP
 from icestream.errors import SchemaRejected
 from icestream.schema import (
     Change,
@@ -408,9 +409,12 @@ def test_no_column_is_added_that_readers_take_for_another(have, want):
         evolution(table(have), [want], (), "shop.orders")
 
 
-@pytest.mark.parametrize("name", ["_file", "_POS", "_row_id", "_partition"])
-def test_no_column_has_a_name_that_readers_give_themselves(name):
-    """I10, Mend a5: Spark reads no table with such a column; inside a struct it is fine."""
+@pytest.mark.parametrize("name", ["_file", "_POS", "_row_id", "_partition", OP, AT, "a\0b"])
+def test_no_column_has_a_name_that_readers_or_the_engine_give_themselves(name):
+    """I10, Mend a5: Spark reads no table with such a column; inside a struct it is fine.
+
+    A JSON record may name its member like the column of the engine that holds the operation.
+    """
     column = Column(name=name, type=LongType())
     with pytest.raises(SchemaRejected, match="no column may be called"):
         new_schema(TableShape(columns=[column], key=[]), "shop.orders")

@@ -182,6 +182,19 @@ def test_a_key_has_one_bucket_whatever_its_batch_holds():
         assert found[0] == found[1], kind
 
 
+@pytest.mark.parametrize(
+    ("kind", "early"),
+    [(pa.date32(), -800_000), (pa.timestamp("us"), -(10**17)), (pa.timestamp("us", "UTC"), 10**18)],
+    ids=str,
+)
+def test_a_key_may_be_a_day_or_moment_that_python_has_no_name_for(kind, early):
+    """I8, P8: before the year 1 and after 9999; a null beside it does not change its bucket."""
+    alone = pa.table({"k": pa.array([early], kind)})
+    beside = pa.table({"k": pa.array([early, None, early + 1], kind)})
+    found = [hashes_of(each, ["k"], 1 << 30) for each in (alone, beside)]
+    assert found[0][0] == found[1][0] != found[1][2]
+
+
 def test_rows_without_a_key_need_no_shuffle(tmp_path):
     """I8: nothing has to be brought together."""
     local = table(tmp_path, key=())

@@ -303,6 +303,16 @@ def test_keys_of_several_shapes_are_told_apart():
     assert decoded.rows.take(np.array([3])).key == ["x"]
 
 
+def test_records_are_rejected_for_any_number_of_reasons():
+    """K8: each record has its own reason, here the name of its column."""
+    pairs = [({f"c{n}": 1}, {f"c{n}": 2}) for n in range(300)]
+    decoded = decode(records(*pairs), UPSERT)
+    assert len(decoded.rows) == 0
+    assert {record: told.rpartition(" ")[2] for record, told in decoded.rejected.items()} == {
+        n: f"c{n}" for n in range(300)
+    }
+
+
 @pytest.mark.parametrize(
     ("told", "op"),
     [
