@@ -39,6 +39,11 @@ class Opening:
         found: int = self.spark.sparkContext.defaultParallelism
         return found
 
+    @property
+    def workers_elsewhere(self) -> bool:
+        """Whether workers may run on other machines than the coordinator."""
+        return not str(self.spark.sparkContext.master).startswith("local")
+
 
 class SourceOptions(Protocol):
     """A frozen dataclass of options (see `icestream.options`) that opens its source.

@@ -29,7 +29,7 @@ from icestream.change import AT, OP, SEQ, Op
 from icestream.errors import SourceUnavailable
 from icestream.schema import Reads, SchemaGap, arrow_schema, gaps, schema_from_json
 from icestream.sources import SplitsLost, TableSplit
-from icestream.sources.completion import plain
+from icestream.sources.completion import places_among
 from icestream.sources.postgres.changes import (
     Relation,
     RelationColumn,
@@ -73,6 +73,12 @@ union all
 select 'child', i.inhrelid::int8, 0, i.xmin::text, i.inhparent::int8
 from pg_catalog.pg_inherits i where i.inhparent::int8 = any(:oids)
 order by 1, 2, 3
+"""
+# An older snapshot sees a table that was rewritten or truncated as empty. The catalog is asked as
+# that snapshot has it, and the function tells which file the table has now.
+_REWRITTEN = """
+select c.relname::text from pg_catalog.pg_class c
+where c.oid::int8 = any(:oids) and c.relfilenode is distinct from pg_relation_filenode(c.oid)
 """
 _XID_MASK = 0xFFFFFFFF
 _INVALID_SNAPSHOT = ("22023", "42704")
@@ -297,6 +303,12 @@ class CopySplit(TableSplit):
                     yield from connection.copy(query, len(columns), texts)
                 except LockTimeout as error:
                     raise self._yielding() from error
+            # From here on the locks of this session keep the tables as they were read.
+            if rewritten := connection.rows(_REWRITTEN, oids=oids):
+                raise SplitsLost(
+                    f"table {rewritten[0][0]} was rewritten or truncated while it was copied",
+                    detail="The copy continues with another snapshot.",
+                )
 
     def _yielding(self) -> SplitsLost:
         return SplitsLost(
@@ -322,7 +334,6 @@ def _changes(columns: Mapping[str, pa.Array], op: Op) -> pa.Table:
 
 def _without(rows: pa.Table, touched: pa.Table, key: Sequence[str]) -> pa.Table:
     """The rows whose keys are not among the touched ones."""
-    numbers = pa.array(np.arange(rows.num_rows))
-    keys = plain(rows.select(list(key))).append_column("\0row", numbers)
-    left = keys.join(plain(touched), keys=list(key), join_type="left anti")
-    return rows.take(left.column("\0row").combine_chunks().sort())
+    left = np.ones(rows.num_rows, dtype=bool)
+    left[places_among(rows, touched, key)] = False
+    return rows.filter(pa.array(left))

@@ -31,7 +31,6 @@ from icestream.sources.completion import Completion, plain
 from icestream.sources.named_columns import gone
 from icestream.sources.postgres.connection import Connection, Dsn, quoted, text_literal
 from icestream.sources.postgres.framing import row_tuples
-from icestream.sources.postgres.spool import read_again
 from icestream.sources.postgres.values.decode import decode
 from icestream.sources.postgres.values.kinds import (
     Codec,
@@ -42,6 +41,7 @@ from icestream.sources.postgres.values.kinds import (
 )
 from icestream.sources.postgres.values.places import SentAs
 from icestream.sources.postgres.values.tuples import Tuples, tuples_at
+from icestream.sources.spool import spooled
 
 COPY_TABLE_ANEW = (
     "Run once without the table in `tables`, then add it again: it is emptied and copied anew. If "
@@ -113,6 +113,7 @@ class WalSplit(TableSplit):
 
     `emptied_at` is where the table was truncated last within the epoch: what came before is moot.
     `stored` are values that the changes left out and that were looked up in the destination.
+    `storage` is what reading the spool takes.
     """
 
     table: str
@@ -125,6 +126,7 @@ class WalSplit(TableSplit):
     append_only: bool = False
     stored: bytes | None = None
     at_server: TableAtServer | None = None
+    storage: Mapping[str, str] = field(default_factory=dict, repr=False)
     each_key_once: bool = False
 
     def read(
@@ -203,12 +205,8 @@ class WalSplit(TableSplit):
     def _rows(self) -> Iterator["_Rows"]:
         """The split's messages, one relation version at a time."""
         for part in self.parts:
-            with read_again(part.path):
-                file = pa.memory_map(part.path)
-            with file:
-                reader = pa.ipc.open_file(file)
-                for number in part.batches:
-                    yield from self._rows_of(reader.get_batch(number))
+            for batch in spooled(part.path, self.storage, part.batches):
+                yield from self._rows_of(batch)
 
     def _rows_of(self, batch: pa.RecordBatch) -> Iterator["_Rows"]:
         of_relation, kind, at, seq = (
@@ -461,7 +459,12 @@ def _fetched(
         called = connection.one(
             "SELECT CAST(CAST(:oid AS oid) AS regclass)::text", oid=at_server.oid
         )
-        query = f"SELECT {chosen} FROM {called} WHERE {where}"
+        # A partitioned table has its rows in others; one with children may share a key with them.
+        cut = connection.one(
+            "SELECT relkind = 'p' FROM pg_catalog.pg_class WHERE oid::int8 = :oid",
+            oid=at_server.oid,
+        )
+        query = f"SELECT {chosen} FROM {'' if cut else 'ONLY '}{called} WHERE {where}"
         pieces = [
             pa.table(
                 [

@@ -47,7 +47,16 @@ class PostgresOptions(SourceOptions):
     spool: str = field(
         default="",
         metadata={
-            "doc": "Folder for changes on their way; coordinator and workers reach it as one user."
+            "doc": "Where changes lie on their way: a folder that coordinator and workers reach as "
+            "one user, or a place in an object store, such as `s3://bucket/folder`. The system's "
+            "folder for temporary files when empty."
+        },
+    )
+    spool_storage: Mapping[str, str] = field(
+        default_factory=dict,
+        metadata={
+            "doc": "Properties of the spool's object store, as a catalog takes them: "
+            "`s3.endpoint`, `s3.access-key-id` and so on."
         },
     )
 
@@ -56,6 +65,11 @@ class PostgresOptions(SourceOptions):
             raise ConfigInvalid(
                 f"the PostgreSQL source lacks `{'tables' if self.dsn else 'dsn'}`",
                 hint="Write `postgres: {dsn: postgresql://..., tables: [public.orders]}`.",
+            )
+        if self.spool_storage and "://" not in self.spool:
+            raise ConfigInvalid(
+                "`spool_storage` is given, and `spool` is not in an object store",
+                hint="Set `spool`, such as s3://bucket/folder, or leave `spool_storage` out.",
             )
         if self.chunk_pages < 1 or self.tables_in_parallel < 1:
             raise ConfigInvalid("chunk_pages and tables_in_parallel must be at least 1")
@@ -69,7 +83,8 @@ class PostgresOptions(SourceOptions):
             return () if table in opening.transformed else opening.destination.key(table)
 
         pipeline, budget, parallelism = opening.pipeline, opening.budget, opening.parallelism
-        return PostgresSource(self, pipeline, budget, parallelism, delete_columns)
+        run_tasks = opening.run_tasks if opening.workers_elsewhere else None
+        return PostgresSource(self, pipeline, budget, parallelism, delete_columns, run_tasks)
 
     def named(self) -> Sequence[str]:
         """Its tables and patterns."""

@@ -4,6 +4,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from pyiceberg.types import IcebergType
 
@@ -16,6 +17,8 @@ from icestream.sources.postgres.options import PostgresOptions
 from icestream.sources.postgres.positions import wal_name
 from icestream.sources.postgres.server import Server
 from icestream.sources.postgres.tables import PgTable
+from icestream.sources.spool import Spool, refuse_unreachable
+from icestream.sources.spool.places import open_spool
 
 log = logging.getLogger(__name__)
 
@@ -108,7 +111,10 @@ class FollowedTables:
 
 @dataclass(slots=True, kw_only=True)
 class PostgresRun:
-    """What the rooms of this source share. Thread: any."""
+    """What the rooms of this source share. Thread: any.
+
+    `run_tasks` runs tasks on workers of other machines; None when all run on this one.
+    """
 
     pipeline: str
     options: PostgresOptions
@@ -116,6 +122,7 @@ class PostgresRun:
     parallelism: int
     server: Server
     tables: FollowedTables
+    run_tasks: Callable[[Sequence[Any]], Sequence[Any]] | None = None
     stopping: threading.Event = field(default_factory=threading.Event)
 
     @property
@@ -123,10 +130,46 @@ class PostgresRun:
         """The name of the stream's position."""
         return wal_name(self.tables.identity)
 
+    def open_spool(self) -> Spool:
+        """A place for the stream; raises when workers of other machines do not reach it."""
+        spool = self._spool()
+        if self.run_tasks is not None:
+            self._refuse_unreachable(spool)
+        return spool
+
+    def verify_spool(self) -> None:
+        """Raise what keeps changes from being spooled; tell what other runs have spooled."""
+        spool = self._spool(looks_only=True)
+        for place in spool.left():
+            log.warning(
+                "%s holds changes of another run: it is running, or was killed; what killed runs "
+                "left is removed by the next run",
+                place,
+                extra={"pipeline": self.pipeline},
+            )
+        self._refuse_unreachable(spool)
+        spool.close()
+
+    def _spool(self, looks_only: bool = False) -> Spool:
+        stream = f"{self.tables.identity} {self.server.slot.name}"
+        where, storage = self.options.spool, self.options.spool_storage
+        return open_spool(where, storage, self.pipeline, stream, looks_only)
+
+    def _refuse_unreachable(self, spool: Spool) -> None:
+        try:
+            refuse_unreachable(spool, self.run_tasks or _run_here, self.parallelism)
+        except BaseException:
+            spool.close()
+            raise
+
     def pause(self) -> None:
         """A moment between two looks; raises when the run is being stopped."""
         if self.stopping.wait(POLL_SECONDS):
             raise SourceUnavailable("the run is being stopped")
+
+
+def _run_here(tasks: Sequence[Any]) -> Sequence[Any]:
+    return [task.run() for task in tasks]
 
 
 def made_anew(table: str, detail: str) -> HistoryLost:

@@ -10,7 +10,6 @@ import contextlib
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,8 +18,8 @@ import pyarrow as pa
 from icestream.sources import Budget
 from icestream.sources.postgres.changes import MOVED_IN, MOVED_OUT
 from icestream.sources.postgres.framing import SHARES, State, gather
-from icestream.sources.postgres.spool import create_private, remove, written_later
 from icestream.sources.postgres.witness import EPOCH_2000, Witness
+from icestream.sources.spool import Spool, written_later
 
 # Rows are written out when this much has gathered; a segment in shares can be decoded in parallel.
 _BUFFER_BYTES = 32 * 1024**2
@@ -53,9 +52,9 @@ class Batch:
 class Segment:
     """Whole transactions in a file; the unit in which the stream is handed on."""
 
-    path: str
     lower: int
     upper: int = 0
+    path: str = ""
     batches: list[Batch] = field(default_factory=list)
     bytes_by_relation: dict[int, int] = field(default_factory=dict)
     moved: set[int] = field(default_factory=set)
@@ -99,8 +98,8 @@ class SegmentWriter:
     `state` is what the walk knows of where it is. Thread: whoever holds the reader's lock.
     """
 
-    def __init__(self, folder: Path, lower: int, budget: Budget):
-        self._folder = folder
+    def __init__(self, spool: Spool, lower: int, budget: Budget):
+        self._spool = spool
         self._budget = budget
         self.state = np.zeros(len(State), dtype=np.int64)
         # A segment is closed only where the buffer is full.
@@ -109,10 +108,10 @@ class SegmentWriter:
         self.content = np.empty(max(1, min(_BUFFER_BYTES, size)), dtype=np.uint8)
         self._truncates: list[tuple[int, int, int]] = []
         self._seq = 0
-        self._number = 0
         self._file: Any = None
+        self._batches: Any = None
         self.closed: deque[Segment] = deque()
-        self._open = self._new_segment(lower)
+        self._open = Segment(lower=lower)
 
     @property
     def lower(self) -> int:
@@ -144,7 +143,7 @@ class SegmentWriter:
     def forget(self, before: int) -> None:
         """Remove the files of segments that end at or before this position."""
         while self.closed and self.closed[0].upper <= before:
-            remove(self.closed.popleft().path)
+            self._remove(self.closed.popleft())
 
     def make_room(self, message_bytes: int, sent_lsn: int) -> None:
         """Write rows out, and close the segment when it is large enough.
@@ -182,7 +181,8 @@ class SegmentWriter:
         if state[State.ROWS_WHOLE]:
             self._flush(int(state[State.ROWS_WHOLE]), closing=True)
         if self._file is not None:
-            with written_later(self._folder):
+            with written_later(self._spool.where):
+                self._batches.close()
                 self._file.close()
             self._file = None
         segment.truncated = {number: (at, seq) for number, at, seq in self._truncates if at < upper}
@@ -200,7 +200,7 @@ class SegmentWriter:
             # Nothing but movement: one segment that says so is enough.
             segment.lower = self.closed.pop().lower
         self.closed.append(segment)
-        self._open = self._new_segment(upper)
+        self._open = Segment(lower=upper)
 
     def _flush(self, count: int, closing: bool) -> None:
         """Write the first rows of the buffer to the segment's file and keep the rest."""
@@ -211,9 +211,9 @@ class SegmentWriter:
         alone = not self._open.batches and all(each.empty for each in self.closed)
         small = closing and alone and size < _SHARED_BYTES_MIN
         if self._file is None:
-            with written_later(self._folder):
-                create_private(self._open.path)
-                self._file = pa.ipc.new_file(self._open.path, _SPOOL_SCHEMA)
+            self._open.path, self._file = self._spool.create()
+            with written_later(self._spool.where):
+                self._batches = pa.ipc.new_file(self._file, _SPOOL_SCHEMA)
         self._write_batches(rows[:, :count], self.content[:size], 1 if small else SHARES)
         self._seq += count
         self._open.rows += count
@@ -251,8 +251,8 @@ class SegmentWriter:
                 self._seq + picked,
                 _messages(content, start[picked], length[picked]),
             )
-            with written_later(self._folder):
-                self._file.write_batch(batch)
+            with written_later(self._spool.where):
+                self._batches.write_batch(batch)
             self._open.batches.append(
                 Batch(
                     number=len(self._open.batches),
@@ -261,10 +261,6 @@ class SegmentWriter:
                 )
             )
 
-    def _new_segment(self, lower: int) -> Segment:
-        self._number += 1
-        return Segment(path=str(self._folder / f"{self._number:08d}.arrow"), lower=lower)
-
     def drop_open(self) -> None:
         """Remove what is not closed: its last transaction may be cut short."""
         file, self._file = self._file, None
@@ -272,13 +268,18 @@ class SegmentWriter:
             # A file that could not be written cannot be closed well either; it is removed.
             with contextlib.suppress(OSError):
                 file.close()
-        remove(self._open.path)
+            self._spool.remove(self._open.path)
 
     def remove_closed(self) -> None:
         """Remove all that is closed."""
         for segment in self.closed:
-            remove(segment.path)
+            self._remove(segment)
         self.closed.clear()
+
+    def _remove(self, segment: Segment) -> None:
+        # One that only moves the frontier has no file.
+        if segment.path:
+            self._spool.remove(segment.path)
 
 
 def _messages(content: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> pa.Array:

@@ -40,10 +40,10 @@ from icestream.sources.postgres.relation_messages import relation_of
 from icestream.sources.postgres.run import FollowedTables, PostgresRun
 from icestream.sources.postgres.server import Server
 from icestream.sources.postgres.slot import Slot
-from icestream.sources.postgres.spool import SpoolUnreadable
 from icestream.sources.postgres.start import RunStart
 from icestream.sources.postgres.stream import ChangeStream
 from icestream.sources.postgres.watch import SlotWatch
+from icestream.sources.spool import SpoolUnreadable
 
 
 class PostgresSource(Source):
@@ -58,6 +58,7 @@ class PostgresSource(Source):
         budget: Budget,
         parallelism: int = 2,
         delete_columns: Callable[[str], Sequence[str]] = lambda _: (),
+        run_tasks: Callable[[Sequence[Any]], Sequence[Any]] | None = None,
     ):
         server = Server(parse_dsn(options.dsn), pipeline, options.slot, options.publication)
         self._run = PostgresRun(
@@ -67,6 +68,7 @@ class PostgresSource(Source):
             parallelism=parallelism,
             server=server,
             tables=FollowedTables(server, options, delete_columns),
+            run_tasks=run_tasks,
         )
         self._start = RunStart(self._run)
         self._stream = ChangeStream(self._run, self._reader_opens, self._reader_closed)
@@ -108,6 +110,7 @@ class PostgresSource(Source):
         self._run.server.publications.verify(self._run.tables.all())
         if durable[self._run.wal]:
             self._stream.verify(durable[self._run.wal])
+        self._run.verify_spool()
 
     def available(self, lower: Frontier, purpose: Purpose | None = None) -> Sequence[Frontier]:
         """The next rounds of copies, or the ends of what has come of the stream."""

@@ -11,7 +11,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from icestream.epoch import Epoch
 from icestream.errors import IcestreamError, SourceUnavailable, check
@@ -24,9 +23,9 @@ from icestream.sources.postgres.relation_messages import TextNeeded, all_in_bina
 from icestream.sources.postgres.run import PostgresRun
 from icestream.sources.postgres.segments import Segment, epochs
 from icestream.sources.postgres.slot import Slot
-from icestream.sources.postgres.spool import Spool, SpoolUnreadable
 from icestream.sources.postgres.wal import WalReader
 from icestream.sources.postgres.witness import SILENCE_SECONDS, StreamStart, Witness
+from icestream.sources.spool import Spool, SpoolUnreadable
 
 log = logging.getLogger(__name__)
 
@@ -93,10 +92,12 @@ class ChangeStream:
         self._reader = WalReader(
             lambda: self._connect(begin.begin),
             lambda message: self._describe(message),
-            self._folder(),
+            self._ready_spool(),
             begin,
             self._run.budget,
         )
+        # The server gives the stream to one reader, and that is this one now.
+        self._ready_spool().reap()
 
     def slot_position(self, known: Position) -> Position:
         """Where the slot stands, when a table that the lake has lost may have known it alone.
@@ -176,12 +177,12 @@ class ChangeStream:
     def _witness_of(self, position: Position) -> Witness | None:
         return witness_of(position, self._run.server.publications.names_hash)
 
-    def _folder(self) -> Path:
-        """A folder of this run's own."""
+    def _ready_spool(self) -> Spool:
+        """A place of this run's own, which workers reach."""
         if self._spool is None:
-            self._spool = Spool(self._run.options.spool, self._run.pipeline)
+            self._spool = self._run.open_spool()
         self._spool.renew()
-        return self._spool.folder
+        return self._spool
 
     def _connect(self, start: int) -> tuple[Connection, Inbox]:
         server = self._run.server
@@ -312,9 +313,15 @@ class ChangeStream:
         return self._split(table, self._between(lower, upper), (lower, upper), None, None)
 
     def _shares(self, table: str, segments: Sequence[Segment], size: int) -> int:
-        """Into how many splits a table's changes are cut."""
+        """Into how many splits a table's changes are cut.
+
+        Shares go by the bytes of the key. A key of another type has other bytes: 5 takes four of
+        them as an `integer` and eight as a `bigint`. So a table whose key changed is not cut.
+        """
         whole = any(self._relations[number].table == table for s in segments for number in s.moved)
-        if whole or any(batch.share < 0 for s in segments for batch in s.batches):
+        used = {n for s in segments for batch in s.batches for n in batch.relations}
+        keys = {_key_layout(r) for r in map(self._relations.__getitem__, used) if r.table == table}
+        if whole or len(keys) > 1 or any(batch.share < 0 for s in segments for batch in s.batches):
             return 1
         count = max(1, min(_SPLITS_MAX, -(-size // _SPLIT_BYTES)))
         if size >= _SPLIT_BYTES // 16:
@@ -402,4 +409,11 @@ class ChangeStream:
             size_bytes=size or 0,
             emptied_at=max(truncations, default=None) if size is not None else None,
             append_only=not self._run.tables.by_name[table].key,
+            storage=self._spool.storage if self._spool else {},
         )
+
+
+def _key_layout(relation: Relation) -> tuple[tuple[str, int, int], ...]:
+    """What the bytes of a relation's keys depend on."""
+    columns = [relation.columns[number] for number in relation.key]
+    return tuple((column.name, column.type.oid, column.typmod) for column in columns)

@@ -17,7 +17,6 @@ import struct
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 
@@ -34,6 +33,7 @@ from icestream.sources.postgres.connection import Connection, Inbox, server_erro
 from icestream.sources.postgres.framing import State, Stop, walk
 from icestream.sources.postgres.segments import Segment, SegmentWriter, epochs, fills_epoch
 from icestream.sources.postgres.witness import StreamStart, Witness
+from icestream.sources.spool import Spool
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class WalReader:
         self,
         connect: Callable[[], tuple[Connection, Inbox]],
         describe: Callable[[bytes], Relation | None],
-        folder: Path,
+        spool: Spool,
         start: StreamStart,
         budget: Budget,
     ):
@@ -72,7 +72,7 @@ class WalReader:
         self._confirmed = start.begin
         self._start = start
         self._known: dict[int, int] = {}
-        self._written = SegmentWriter(folder, start.lsn, budget)
+        self._written = SegmentWriter(spool, start.lsn, budget)
         self._state = self._written.state
         self._state[State.FLOOR] = start.lsn
         self._state[State.AWAITED] = start.begin if start.witness or start.adopts else 0
@@ -163,7 +163,7 @@ class WalReader:
         self._connection.close()
 
     def close(self) -> None:
-        """Stop reading and remove the spool."""
+        """Stop reading and remove what has come."""
         with self._lock:
             self._stopped = True
             self._wake.notify_all()

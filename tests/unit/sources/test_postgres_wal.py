@@ -32,12 +32,13 @@ from icestream.sources.postgres.segments import epochs
 from icestream.sources.postgres.server import Server
 from icestream.sources.postgres.slot import ReplicationSlot, Slot
 from icestream.sources.postgres.source import PostgresOptions, PostgresSource
-from icestream.sources.postgres.spool import SpoolUnreadable
 from icestream.sources.postgres.stream import ChangeStream
 from icestream.sources.postgres.tables import PgTable
 from icestream.sources.postgres.values.kinds import PgType
 from icestream.sources.postgres.wal import WalReader
 from icestream.sources.postgres.witness import StreamStart, Witness
+from icestream.sources.spool import SpoolUnreadable
+from icestream.sources.spool.local import LocalSpool
 from tests.servers import wait_until
 
 LAST = Witness(at=1000, xid=7, time=5_000_000)
@@ -95,7 +96,7 @@ def reader(
     return WalReader(
         lambda: (wire, Inbox(wire.client)),  # type: ignore[arg-type, return-value]
         describe,
-        folder,
+        LocalSpool(str(folder), "p"),
         StreamStart(lsn=START, witness=witness, silence_seconds=silence_seconds),
         budget,
     )
@@ -281,7 +282,7 @@ def adopting(wire: Wire, folder: Path) -> WalReader:
     return WalReader(
         lambda: (wire, Inbox(wire.client)),  # type: ignore[arg-type, return-value]
         lambda message: Relation(oid=1, table="t", columns=[], key=()),
-        folder,
+        LocalSpool(str(folder), "p"),
         StreamStart(lsn=START, adopts=True),
         SMALL,
     )
@@ -555,7 +556,7 @@ def test_epoch_beyond_the_log_of_the_server(wire: Wire, tmp_path: Path):
 
 def full_disk(source: WiredSource) -> Path:
     """The spool's folder, where the next file finds no room; once it is removed there is some."""
-    folder = source.stream._folder()
+    folder = Path(source.stream._ready_spool().where)
     (folder / "00000001.arrow").symlink_to("/dev/full")
     return folder
 
@@ -610,7 +611,7 @@ def test_spool_that_is_removed_is_made_again(tmp_path: Path):
     source.reach(2510)
     (split,) = source.plan(EPOCH).parts
     assert isinstance(split, WalSplit)
-    shutil.rmtree(source.stream._folder())
+    shutil.rmtree(Path(source.stream._ready_spool().where))
     with pytest.raises(SpoolUnreadable, match="could not read") as lost:
         list(split._rows())
     source.give_up(pickle.loads(pickle.dumps(lost.value)))

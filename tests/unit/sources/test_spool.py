@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from icestream.errors import ConfigInvalid, SourceUnavailable
-from icestream.sources.postgres.spool import Spool, create_private
+from icestream.sources.spool.local import LocalSpool
 
 _HOLDER = """
 import sys, time
-from icestream.sources.postgres.spool import Spool, create_private
-spool = Spool(sys.argv[1], sys.argv[2])
-create_private(str(spool.folder / "rows"))
+from icestream.sources.spool.local import LocalSpool
+spool = LocalSpool(sys.argv[1], sys.argv[2])
+spool.create()
 print(spool.folder, flush=True)
 time.sleep(600)
 """
@@ -40,8 +40,8 @@ def mode(path: Path) -> int:
 
 def test_nobody_else_reads_what_is_spooled(tmp_path: Path):
     """P10, Mend d5: rows of the source lie there, in a folder that everybody may list."""
-    spool = Spool(str(tmp_path), "shop")
-    create_private(str(spool.folder / "rows"))
+    spool = LocalSpool(str(tmp_path), "shop")
+    spool.create()
     assert mode(spool.folder) == 0o700
     assert {mode(path) for path in spool.folder.iterdir()} == {0o600}
     spool.close()
@@ -53,15 +53,15 @@ def test_what_a_killed_run_left_is_removed(tmp_path: Path):
     process, folder = another_run(tmp_path, "shop")
     stranger, other = another_run(tmp_path, "shop-2")
     try:
-        Spool(str(tmp_path), "shop").close()
-        assert (folder / "rows").exists()
+        LocalSpool(str(tmp_path), "shop").close()
+        assert (folder / "00000001.arrow").exists()
         for each in (process, stranger):
             os.kill(each.pid, signal.SIGKILL)
             each.wait()
-        assert (folder / "rows").exists()
-        Spool(str(tmp_path), "shop").close()
+        assert (folder / "00000001.arrow").exists()
+        LocalSpool(str(tmp_path), "shop").close()
         assert not folder.exists()
-        assert (other / "rows").exists()
+        assert (other / "00000001.arrow").exists()
     finally:
         process.kill()
         stranger.kill()
@@ -75,7 +75,7 @@ def test_spools_that_may_be_alive_are_left_alone(tmp_path: Path):
     (folder / "lock").write_text("another machine")
     early = tmp_path / "icestream-spool-shop-abcdefgh"
     early.mkdir()
-    Spool(str(tmp_path), "shop").close()
+    LocalSpool(str(tmp_path), "shop").close()
     assert folder.exists()
     assert early.exists()
 
@@ -83,7 +83,7 @@ def test_spools_that_may_be_alive_are_left_alone(tmp_path: Path):
 def test_folder_that_cannot_be_written_to(tmp_path: Path):
     """P10: the hint names the option."""
     with pytest.raises(ConfigInvalid, match="could not make a spool") as refused:
-        Spool(str(tmp_path / "nowhere"), "shop")
+        LocalSpool(str(tmp_path / "nowhere"), "shop")
     assert "spool" in str(refused.value.hint)
 
 
@@ -95,9 +95,9 @@ def test_folder_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
     # A folder of its own without room would have to be mounted.
     with monkeypatch.context() as patched:
-        patched.setattr("icestream.sources.postgres.spool.os.write", no_room)
+        patched.setattr("icestream.sources.spool.local.os.write", no_room)
         with pytest.raises(SourceUnavailable, match="could not write the spool") as refused:
-            Spool(str(tmp_path), "shop")
+            LocalSpool(str(tmp_path), "shop")
     assert str(tmp_path) in refused.value.message
     assert refused.value.detail == "No space left on device."
     assert list(tmp_path.iterdir()) == []
@@ -107,7 +107,7 @@ def test_folder_that_someone_removed(tmp_path: Path):
     """E13, Mend F4: it is made again when it is needed, as soon as that is possible."""
     parent = tmp_path / "parent"
     parent.mkdir()
-    spool = Spool(str(parent), "shop")
+    spool = LocalSpool(str(parent), "shop")
     shutil.rmtree(parent)
     with pytest.raises(SourceUnavailable, match="No such file"):
         spool.renew()
