@@ -29,7 +29,7 @@ from icestream.dead_letters import LetterBox
 from icestream.errors import ConfigInvalid, keep_secret
 from icestream.iceberg.catalog import catalog_properties
 from icestream.iceberg.session import open_catalog, open_table
-from icestream.options import checked_map, parse_duration, taken, unknown
+from icestream.options import checked_map, parse_duration, parse_options, unknown
 from icestream.pipeline import Cadence, Pipeline
 from icestream.sinks import Sink
 from icestream.sinks.options import SinkOptions
@@ -201,7 +201,7 @@ def parse(document: object, names: Sequence[str] = (), first: bool = False) -> C
             hint="Write `<name>: {source: ..., sink: ...}` for each pipeline.",
         )
     given = _with_secrets(document.get(_RESERVED) or {}, _RESERVED)
-    spark = taken(SparkOptions, given, _RESERVED)
+    spark = parse_options(SparkOptions, given, _RESERVED)
     bodies = {str(name): body for name, body in document.items() if name != _RESERVED}
     if isinstance(bodies.get(_FILE_VERSION), str | int):
         del bodies[_FILE_VERSION]
@@ -244,7 +244,7 @@ def _pipeline(name: str, body: object) -> PipelineConfig:
         name=name,
         source=source,
         sink=sink,
-        cadence=taken(Cadence, cadence, name),
+        cadence=parse_options(Cadence, cadence, name),
         on_error=str(body.get("on_error", STOP)),
         transform=checked_map(body.get("transform") or {}, f"{name}.transform"),
     )
@@ -254,7 +254,7 @@ def _source(body: object, place: str) -> SourceOptions:
     kind, given = _kind(body, SOURCES.kinds(), place)
     options, within = SOURCES.options(kind, place), f"{place}.{kind}"
     meant = options.stands_for(given, within) if isinstance(given, Mapping) else None
-    found: SourceOptions = _source(meant, place) if meant else taken(options, given, within)
+    found: SourceOptions = _source(meant, place) if meant else parse_options(options, given, within)
     return found
 
 
@@ -266,7 +266,7 @@ def _sink(body: object, place: str) -> SinkOptions:
     if isinstance(body, str):
         return parse_sink_url(body)
     kind, given = _kind(body, SINKS.kinds(), place)
-    found: SinkOptions = taken(SINKS.options(kind, place), given, f"{place}.{kind}")
+    found: SinkOptions = parse_options(SINKS.options(kind, place), given, f"{place}.{kind}")
     return found
 
 

@@ -1,9 +1,9 @@
 """Every metric icestream exposes, in Prometheus' form; seconds and bytes throughout.
 
 Metrics are shown by the coordinator. A worker is another process, perhaps on another machine: what
-it counts is kept (`taken`), travels with its reports (`icestream.report`) and is added up by the
-coordinator (`add`). Only counters can be added up. A gauge or histogram that a worker touches is
-refused: its value would be lost.
+it counts is kept, is handed over with its next report (`drained_counts`, `icestream.report`) and is
+added up by the coordinator (`add`). Only counters can be added up. A gauge or histogram that a
+worker touches is refused: its value would be lost.
 """
 
 import logging
@@ -30,7 +30,7 @@ def become_worker() -> None:
     _untold = {}
 
 
-def taken() -> Counts:
+def drained_counts() -> Counts:
     """What this worker has counted since this was last asked; nothing on the coordinator."""
     global _untold
     counts = _untold or {}

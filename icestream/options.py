@@ -1,10 +1,11 @@
 """Options: dataclasses that connectors declare, checked by pydantic when a file gives them.
 
 An option is a field of a frozen dataclass with its type, its default and its metadata: `doc` is the
-sentence for the reference page, `unit` is `duration` or `bytes`, `choices` are all values that
-there are. `taken` makes such a dataclass from a map of the file; `schemas` tells editors the same.
-An error has the path of what is wrong and, for a key, the nearest known one; it never shows a
-value, which may be a secret.
+sentence for the reference page, `choices` are all values that there are. `unit` is `duration`,
+which takes texts such as `PT10S`, or `bytes`, which only names the unit: `1048576` is taken, `1MB`
+is refused. `parse_options` makes such a dataclass from a map of the file; `schemas` tells editors
+the same. An error has the path of what is wrong and, for a key, the nearest known one; it never
+shows a value, which may be a secret.
 """
 
 import dataclasses
@@ -50,7 +51,7 @@ _JSON_TYPES: Mapping[type, Sequence[str]] = {
 }
 
 
-def taken(kind: type, given: object, place: str) -> Any:
+def parse_options(kind: type, given: object, place: str) -> Any:
     """An options dataclass from a map, each value as its declaration wants it.
 
     Raises `ConfigInvalid`, with the path of what is wrong below `place`.
@@ -59,7 +60,7 @@ def taken(kind: type, given: object, place: str) -> Any:
 
 
 def checked(hint: Any, given: object, place: str) -> Any:
-    """A value of a file as a type wants it; raises as `taken` does."""
+    """A value of a file as a type wants it; raises as `parse_options` does."""
     try:
         return _adapter(hint).validate_python(given)
     except ValidationError as error:
@@ -69,7 +70,7 @@ def checked(hint: Any, given: object, place: str) -> Any:
 
 
 def checked_map(given: object, place: str) -> dict[str, str]:
-    """A map of texts; raises as `taken` does."""
+    """A map of texts; raises as `parse_options` does."""
     found: dict[str, str] = checked(_texts_by_key(), given, place)
     return found
 

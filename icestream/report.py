@@ -77,7 +77,7 @@ def encode(message: Message) -> Row:
 
 def encode_counts() -> Iterator[Row]:
     """What this worker has counted, if it has; to be sent after all else of a task."""
-    if counts := metrics.taken():
+    if counts := metrics.drained_counts():
         yield _row(_Counted(counts))
 
 

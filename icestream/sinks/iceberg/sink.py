@@ -200,7 +200,7 @@ class IcebergSink:
             run=f"g{self._tables.generation}.{next(self._writers)}",
             targets=targets,
             names=self._tables.names,
-            taken=self._tables.feeders() if self._tables.named_by_records else {},
+            feeders=self._tables.feeders() if self._tables.named_by_records else {},
             refusals=dict(self._refusals),
             only_read=frozenset(decided),
         )

@@ -53,7 +53,7 @@ _ATTEMPT_CHARACTERS = 16
 class IcebergWriter:
     """Writes one epoch's files for any of its tables; see the module.
 
-    `taken` says by Iceberg table which source table feeds it, and what another one is told;
+    `feeders` says by Iceberg table which source table feeds it, and what another one is told;
     `refusals` say by source table why it is refused. Changes of the tables in `only_read` are read,
     which tells rows from dead letters, and not written: these tables have them.
     """
@@ -63,7 +63,7 @@ class IcebergWriter:
     run: str
     targets: Mapping[str, WriteTarget]
     names: TableNames = dataclasses.field(default_factory=TableNames)
-    taken: Mapping[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
+    feeders: Mapping[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
     refusals: Mapping[str, str] = dataclasses.field(default_factory=dict)
     only_read: frozenset[str] = frozenset()
 
@@ -73,7 +73,7 @@ class IcebergWriter:
 
     def refused(self, table: str) -> str | None:
         """Why records cannot have a table of this name; None when they can."""
-        feeder, reason = self.taken.get(self.names.of(table), (table, ""))
+        feeder, reason = self.feeders.get(self.names.of(table), (table, ""))
         taken = reason if feeder != table else None
         return self.names.unusable(table) or self.refusals.get(table) or taken
 

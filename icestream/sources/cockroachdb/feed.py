@@ -17,7 +17,7 @@ from icestream.schema import parse_type
 from icestream.sources import Budget, Source
 from icestream.sources.cockroachdb import CockroachdbOptions
 from icestream.sources.cockroachdb.hlc import format_hlc, resolved_of
-from icestream.sources.cockroachdb.taken import names_of
+from icestream.sources.cockroachdb.tables_read import names_of
 
 T = TypeVar("T")
 

@@ -37,7 +37,7 @@ from icestream.sources.cockroachdb.file_split import FileSplit
 from icestream.sources.cockroachdb.folder import MARKER_SUFFIX, Folder, Listing, named_earliest
 from icestream.sources.cockroachdb.hlc import RESOLVED, after, resolved_of
 from icestream.sources.cockroachdb.numbered import FOLDER, Numbered, beginning, remembered
-from icestream.sources.cockroachdb.taken import only_deletes, taken, takes, without_rows
+from icestream.sources.cockroachdb.tables_read import only_deletes, tables_read, takes, without_rows
 
 log = logging.getLogger(__name__)
 
@@ -238,7 +238,7 @@ class CockroachdbFiles(Changefeed):
         seen = self._seen_without_rows([at[RESOLVED] for at in reached], lower)
         return [
             Frontier({**at.positions, FOLDER: folder})
-            .join(taken(at[RESOLVED], self._options.tables, lower))
+            .join(tables_read(at[RESOLVED], self._options.tables, lower))
             .join(only_deletes(at[RESOLVED], tables, lower))
             for at, folder, tables in zip(reached, folders, seen, strict=True)
         ]

@@ -44,7 +44,7 @@ class FittedRows:
     """
 
     batch: pa.Table
-    taken: Indices
+    accepted: Indices
     rejected: Reasons
     withheld: Mapping[str, Mask]
 
@@ -82,15 +82,15 @@ class TableFit:
     def fitted(self, rows: Rows) -> FittedRows:
         """The rows as changes, without `AT` and `SEQ`; raises `SchemaGap` for what is lacking."""
         columns, rejected = self._cast_columns(rows)
-        taken = np.arange(len(rows), dtype=np.int64)
+        accepted = np.arange(len(rows), dtype=np.int64)
         if rejected:
-            taken = np.setdiff1d(taken, list(rejected))
-            rows = rows.take(taken)
+            accepted = np.setdiff1d(accepted, list(rejected))
+            rows = rows.take(accepted)
             # What fits now may be of another type than before: it is cast once more.
             columns, _ = self._cast_columns(rows)
         self._refuse_required(columns, rows)
         batch = pa.table({OP: pa.array(rows.ops, pa.int8()), **columns})
-        return FittedRows(batch=batch, taken=taken, rejected=rejected, withheld=rows.withheld)
+        return FittedRows(batch=batch, accepted=accepted, rejected=rejected, withheld=rows.withheld)
 
     def _cast_columns(self, rows: Rows) -> tuple[dict[str, pa.Array], dict[int, str]]:
         columns: dict[str, pa.Array] = {}

@@ -326,8 +326,8 @@ class RecordRouter:
             self.gaps[table] = joined_columns(self.gaps.get(table, ()), gap.columns)
             return
         if not self.tries_letters:
-            self._refuse_gone(table, where, records, rows.take(found.taken), at)
-        places = rows.records[found.taken]
+            self._refuse_gone(table, where, records, rows.take(found.accepted), at)
+        places = rows.records[found.accepted]
         reasons = {int(rows.records[n]): reason for n, reason in found.rejected.items()}
         yield from self._letters(table, where, records, reasons)
         offsets = records.offsets[places]

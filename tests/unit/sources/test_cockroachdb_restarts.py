@@ -22,7 +22,7 @@ from icestream.sources.cockroachdb.file_shapes import FileShapes
 from icestream.sources.cockroachdb.files import CockroachdbFiles
 from icestream.sources.cockroachdb.hlc import after, parse_file_time
 from icestream.sources.cockroachdb.numbered import FOLDER, Numbered, Numbers, beginning, remembered
-from icestream.sources.cockroachdb.taken import without_rows
+from icestream.sources.cockroachdb.tables_read import without_rows
 from icestream.worker import Outcome
 from tests.asking import EPOCH
 from tests.captures import FeedFolder

@@ -3,7 +3,7 @@
 A resolved timestamp R is one for all tables of a folder. Whoever takes a table out of `tables` and
 puts it back later finds R moved on, and nothing else tells that the table was not read meanwhile:
 it looks like one that had no changes. So the frontier remembers, beside R, what `tables` said:
-`tables: (wall, logical, name, name ...)`, each name as a number. Without names all were taken.
+`tables: (wall, logical, name, name ...)`, each name as a number. Without names all were read.
 
 A table that had nothing but deletes is made nowhere, and looks like one that was dropped and must
 be read from the beginning. So the frontier also remembers up to when that was seen, for each such
@@ -17,7 +17,7 @@ from icestream.frontier import MINIMUM, START, Frontier, Position
 from icestream.sources.cockroachdb.hlc import RESOLVED
 from icestream.sources.cockroachdb.numbered import number_of, triples
 
-TAKEN = "tables"
+TABLES_READ = "tables"
 ONLY_DELETES = "only deletes"
 
 
@@ -26,16 +26,16 @@ def names_of(topic: str) -> tuple[str, str]:
     return topic, topic.rsplit(".", 1)[-1]
 
 
-def taken(at: Position, tables: Sequence[str], lower: Frontier) -> Frontier:
-    """What a frontier at a position has to say of the tables; nothing while all were taken."""
-    if not tables and lower[TAKEN] == MINIMUM:
+def tables_read(at: Position, tables: Sequence[str], lower: Frontier) -> Frontier:
+    """What a frontier at a position has to say of the tables; nothing while all were read."""
+    if not tables and lower[TABLES_READ] == MINIMUM:
         return Frontier()
-    return Frontier({TAKEN: (*at, *sorted({number_of(name) for name in tables}))})
+    return Frontier({TABLES_READ: (*at, *sorted({number_of(name) for name in tables}))})
 
 
 def takes(frontier: Frontier, topic: str) -> bool:
     """Whether a table was read up to a frontier; of those of earlier versions it is believed."""
-    numbers = frontier[TAKEN][2:]
+    numbers = frontier[TABLES_READ][2:]
     return not numbers or any(number_of(name) in numbers for name in names_of(topic))
 
 
