@@ -86,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--once",
         action="store_true",
-        help="take what is there, then end; a server that is away is waited for about two minutes",
+        help="take what is there, then end; what is away is waited for, for one to two minutes",
     )
     run.add_argument(
         "--listen",

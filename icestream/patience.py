@@ -4,7 +4,8 @@
 |---|---|---|
 | the loop | `Patience` | without end; with `--once` `TRIES_MAX` or `ONCE_SECONDS_MAX` |
 | all below it, workers too | `Bridge`, `bridged` | `PAUSES_SECONDS`, within `BRIDGED_SECONDS_MAX` |
-| who waits for what others do | `Deadline` | the time given: this is no retry, nothing has failed |
+| who polls for what others do, for example a lock | `Deadline` | the time given; it is no retry |
+| who waits for PostgreSQL's change stream | none | until the server is silent for 120 s |
 
 **The loop.** A part that is away (source, registry, catalog, storage, OpenSearch) is asked again,
 at intervals that grow from half a second to half a minute. A single run (`--once`) gives up after
@@ -35,7 +36,7 @@ R = TypeVar("R")
 RETRY_SECONDS = 0.5
 RETRY_SECONDS_MAX = 30.0
 DOUBLINGS_MAX = 16
-# With the pauses above these tries take about two minutes, if each fails at once.
+# If each try fails at once, the nine pauses between them take 61 to 122 s: 121.5 s, scattered.
 TRIES_MAX = 10
 ONCE_SECONDS_MAX = 120.0
 # Who reads the log later sees that it lasts; who watches it is not flooded.

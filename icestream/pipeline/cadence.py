@@ -14,9 +14,10 @@ class Cadence:
         default=10.0,
         metadata={
             "doc": "While running, the source is asked for new changes this often, and what has "
-            "come becomes an epoch. Sooner when `epoch_rows_max` or `epoch_bytes_max` has come, or "
-            "a backlog is there. An Iceberg source has `polling_interval` instead, and this one "
-            "has no effect.",
+            "come becomes an epoch. Sooner when `epoch_rows_max` or `epoch_bytes_max` has come "
+            "(PostgreSQL, Kafka), while tables are copied (PostgreSQL), and while not all that was "
+            "there has become epochs (Kafka, changefeeds over Kafka). An Iceberg source has "
+            "`polling_interval` instead, and this one has no effect.",
             "unit": "duration",
         },
     )
@@ -30,7 +31,8 @@ class Cadence:
     epoch_rows_max: int = field(
         default=2_000_000,
         metadata={
-            "doc": "About how many rows an epoch has at most. Kafka: never more. PostgreSQL: the "
+            "doc": "About how many rows an epoch has at most. Kafka: never more, unless more "
+            "partitions than that have new records: each gives at least one. PostgreSQL: the "
             "epoch may exceed it by about a quarter, or by one large transaction, which is never "
             "cut. Changefeeds with `resolved_every`: the epoch ends at the next resolved "
             "timestamp; without it this option has no effect. Where nobody has counted the rows "
@@ -41,7 +43,9 @@ class Cadence:
     epoch_bytes_max: int = field(
         default=1024**3,
         metadata={
-            "doc": "The same in bytes of the source. Kafka may exceed it; see `epoch_rows_max`.",
+            "doc": "The same in bytes of the source; see `epoch_rows_max`. Kafka may exceed it. A "
+            "copy may, too: it reads at least `chunk_pages` pages, and values that lie outside of "
+            "a table's pages (TOAST) are not counted.",
             "unit": "bytes",
         },
     )
