@@ -4,10 +4,13 @@
          ▲                                                              │
          └────────────── conflict, or the answer was lost ◄─────────────┘
 
-A destination can do two things: read its head afresh, with the progress that stands there, and swap
-it, if it still is the one that was read. Iceberg tables do so by their metadata, OpenSearch by a
-document. An attempt reads, checks and swaps. Four rules make it exact; leaving out any one of them
-(or the pair that covers for it) loses or doubles rows, which tests show by switching them off:
+A destination does five things (`Swappable`): it reads its head afresh, tells the progress on it,
+refuses a head with another history, refuses what does not fit a head, and swaps a head, if it still
+is the one that was read. The head of an Iceberg table is its metadata, that of OpenSearch a
+document. An attempt reads, checks and swaps. Four rules make it exact. Without a rule rows are lost
+or doubled, which tests show by switching rules off. Continuity also stops what the fence stops (a
+zombie) and what the read-back stops (an epoch that is committed twice): tests of these two switch
+continuity off as well.
 
 1. Swap: the destination replaces its head only if it still is the one that was checked.
 2. Continuity: the progress found there is exactly the one this run last saw or made there, and the
@@ -15,8 +18,8 @@ document. An attempt reads, checks and swaps. Four rules make it exact; leaving 
    destination takes an epoch twice, whoever asks for it.
 3. Fence: no newer generation of the pipeline has claimed it. A starting run claims with a commit of
    its own, which also makes every commit prepared before it fail. Zombies end here.
-4. Read-back: before every attempt look for the own epoch first. A refusal does not prove that the
-   commit was not ours: the client may have sent it twice.
+4. Read-back: before every attempt, check whether the destination already has this epoch, written
+   by this run. A refusal does not prove the contrary: the client may have sent the commit twice.
 
 An attempt lands, is refused, or its outcome is unknown. Unknown deletes nothing: the next attempt
 reads back. The obvious wrong way is to check first and commit with a library's own retry: it

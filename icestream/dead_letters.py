@@ -2,8 +2,8 @@
 
 A table `<table>__dead_letters` is like any other: its rows belong to the epoch of the source that
 they were found in, and are committed with it. Nothing of a row depends on when it was read, so a
-task that runs twice writes the same file twice. A letter that is tried again and taken leaves the
-table by its position (`icestream replay`).
+task that runs twice writes the same rows into two files, and one of these counts. A letter that is
+tried again and taken leaves the table by its position (`icestream replay`).
 """
 
 from collections.abc import Sequence

@@ -13,8 +13,8 @@ Messages read like PostgreSQL's: the primary line in lowercase without a period,
 hint as sentences. "could not" is for what may succeed later, "cannot" for what never will.
 No error carries a secret that the configuration took from the environment.
 
-What only two modules speak of lives with them: `SplitsLost` and `SchemaGap` with sources and
-schemas, `StaleWrite` with sinks.
+An error that is a part of a contract lives with the contract: `SplitsLost` in `icestream.sources`,
+`SchemaGap` in `icestream.schema`, `StaleWrite` in `icestream.sinks`.
 """
 
 from typing import Any

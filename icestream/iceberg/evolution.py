@@ -1,4 +1,4 @@
-"""Changes of a table's schema, each as one commit; what may change says `icestream.schema`."""
+"""Changes of a table's schema, each as one commit; `icestream.schema` says what may change."""
 
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -46,10 +46,12 @@ class Writer(Protocol):
     def write(
         self, table: str, shard: str, changes: pa.Table, each_key_once: bool = False
     ) -> Iterator[Report]:
-        """Write changes and report what was written; a second call does the same again.
+        """Write changes and report what was written.
 
-        `shard` says whose changes these are: of all calls of an epoch for a table only a second
-        attempt with the same changes has the same. The commit takes one attempt of each.
+        A second call with the same changes writes the same rows into files of other names, or sends
+        the same documents, which changes nothing. `shard` says whose changes these are: of all
+        calls of an epoch for a table only a second attempt with the same changes has the same. The
+        commit takes one attempt of each.
         """
         ...
 
@@ -139,16 +141,19 @@ class Sink(Protocol):
 
         A sink that keeps progress beside its tables tells it under `BESIDE`. So a frontier is known
         before the first table is there.
-        Thread: the loop's, while no epoch is written. Raises `Retryable`, `RolledBack`.
+        Thread: the loop's, while no epoch is written. Raises `ProgressLost` (`RolledBack` is one),
+        `HistoryLost` when a table lacks epochs that others have, `ConfigInvalid`, `Retryable`.
         """
         ...
 
     def claim(self, tables: Sequence[str]) -> Mapping[str, Progress]:
         """Take the pipeline over: publish the next generation in every table that exists.
 
-        Returns the progress of each. From then on a writer of an older generation cannot commit.
-        Thread: the loop's, while no epoch is written. Raises `RolledBack` when a table's last
-        commit is no longer in its history, `Fenced`, `Retryable`.
+        Returns the progress of each, as it is once the table is claimed. Until then an older run
+        may commit to it; from then on it cannot.
+        Thread: the loop's, while no epoch is written. Raises `ProgressLost`, `RolledBack` when a
+        table's last commit is no longer in its history, `ConfigInvalid`, `Fenced`, `Retryable`,
+        `CommitUnknown`.
         """
         ...
 

@@ -1,8 +1,8 @@
 """What the options of a sink answer: they open it, and say what holds for pipelines that feed it.
 
 Each sink is a folder here. Its `options.py` has a dataclass of options that is a `SinkOptions`, and
-names it `OPTIONS`; the folder's name is the kind that pipeline files use. Nothing else has to know
-of the folder: `icestream.connectors` finds it.
+names it `OPTIONS`; the folder's name is the kind that pipeline files use. No other module has to
+import the folder: `icestream.connectors` finds it.
 """
 
 from collections.abc import Mapping, Sequence

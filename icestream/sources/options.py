@@ -1,8 +1,8 @@
 """What the options of a source answer: they open it, and say what holds for pipelines that read it.
 
 Each source is a folder here. Its `options.py` has a dataclass of options that is a `SourceOptions`,
-and names it `OPTIONS`; the folder's name is the kind that pipeline files use. Nothing else has to
-know of the folder: `icestream.connectors` finds it.
+and names it `OPTIONS`; the folder's name is the kind that pipeline files use. No other module has
+to import the folder: `icestream.connectors` finds it.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -7,9 +7,13 @@
 The lines of all changes are built as one Arrow column, and a request's body is a piece of that
 column's memory. Every operation carries a version that orders the changes of one row (`AT`: the
 sequence number of an Iceberg snapshot, or the run and the epoch) as an external version: the same
-change again is accepted and changes nothing, an older one is answered with a conflict and
-counted as superseded. So a task may run twice, or long after a newer run has taken over. A run that
-no newer one has fenced never meets a conflict, unless a stranger writes there: its commit refuses.
+change again is accepted and changes nothing, an older one is answered with a conflict and counted
+in the `Tally` as superseded. So a task may run twice, or after a newer run has taken over. It has a
+limit: OpenSearch remembers the version of a deleted document for `index.gc_deletes`, an hour if
+nobody has set another time. An older version that comes later brings the document back.
+
+The newest run meets a version conflict only if someone else writes to the index, or its progress
+was put back. Its commit then fails.
 
 The dead letter of an update takes its document out of the index: what stood there before is no
 longer true. The letter is kept first, and the delete has the version of the change; so a second

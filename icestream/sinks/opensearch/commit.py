@@ -4,8 +4,8 @@ Documents are visible as soon as a worker's request is acknowledged, and sending
 nothing. So the document with the frontier is what makes an epoch durable, for all tables at once.
 The four rules of every commit (`icestream.commit_protocol`) guard each attempt to replace it. Here
 is what they go by: OpenSearch replaces the document only if its sequence number and primary term
-still are those of the document that was checked; and to continuity belongs that the indices that
-the progress speaks of are still the same ones, and hold no newer documents than were sent.
+still are those of the document that was checked. Continuity also requires that the epoch's indices
+are still the ones named in the progress, and that they hold no newer documents than were sent.
 
 The document names an index before the first document goes there. So a restart knows its own index
 from one that holds somebody else's documents, or those of a progress that was lost.
