@@ -20,12 +20,14 @@ SPARK_JOBS_VARIABLE = "ICESTREAM_SPARK_JOBS"
 # Tables of a few rows: making plans and compiling them is all that takes time.
 QUICK = {
     "spark.sql.codegen.wholeStage": "false",
+    "spark.sql.codegen.factoryMode": "NO_CODEGEN",
     "spark.sql.adaptive.enabled": "false",
     "spark.sql.shuffle.partitions": "1",
 }
 # As a session of the product's has them.
 COMPILED = {
     "spark.sql.codegen.wholeStage": "true",
+    "spark.sql.codegen.factoryMode": "FALLBACK",
     "spark.sql.adaptive.enabled": "true",
     "spark.sql.shuffle.partitions": "8",
 }

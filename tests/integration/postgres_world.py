@@ -40,6 +40,8 @@ def session(dsn: str) -> pg8000.native.Connection:
         host=at.hostname,
         port=at.port,
         database=at.path.lstrip("/"),
+        # Without this each session would load the system's certificates first.
+        ssl_context=False,
     )
 
 

@@ -5,6 +5,7 @@ reads this to find out which tables lack an epoch (`icestream.epoch`). The rules
 is published are in the module `commit`.
 """
 
+import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -73,6 +74,9 @@ class EpochPublisher:
                 state.target = None
             raise
         self._recount(epoch, new)
+        # Not before: what fails for a moment is published once more, with the same files.
+        for file in itertools.chain.from_iterable(files.values()):
+            metrics.FILES_CLOSED.labels(file.table, file.kind).inc()
         found = {table: self._states[table].committed or _kept(table) for table in files}
         return [replace(one, duplicate=True) if t in carriers else one for t, one in found.items()]
 
@@ -277,7 +281,6 @@ def collect(reports: Iterable[Report], epoch: int) -> dict[str, list[FileClosed]
             )
         if known is None:
             by_path[file.path] = file
-            metrics.FILES_CLOSED.labels(file.table, file.kind).inc()
     tables: dict[str, list[FileClosed]] = {}
     for _, file in sorted(by_path.items()):
         tables.setdefault(file.table, []).append(file)

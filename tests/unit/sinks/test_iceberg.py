@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 from pyiceberg.types import LongType, NestedField, StringType, StructType
 
-from icestream import dead_letters
+from icestream import dead_letters, patience
 from icestream.epoch import Epoch, Progress, resume_point
 from icestream.errors import (
     Broken,
@@ -27,6 +27,7 @@ from icestream.iceberg.catalog import catalog_properties
 from icestream.iceberg.closed import DATA, EQUALITY_DELETES, FileClosed
 from icestream.iceberg.handle import TableName
 from icestream.iceberg.new_table import NewTable
+from icestream.metrics import FILES_CLOSED
 from icestream.schema import Column, TableShape, new_schema
 from icestream.sinks import StaleWrite, Written
 from icestream.sinks.iceberg.making import DELETES_METADATA
@@ -96,6 +97,17 @@ def paths(lake: Lake, table: str) -> list[str]:
 def remembered(lake: Lake, table: str) -> Progress | None:
     found = MemoryCatalog(lake).load(name(table))
     return found.head("p", "main").progress if found else None
+
+
+class Down(Wire):
+    """Answers nothing while it is `away`."""
+
+    away = False
+
+    def ask(self, request: Callable[[], T]) -> T:
+        if self.away:
+            raise TargetUnavailable("the catalog did not answer")
+        return request()
 
 
 class Interrupted(Wire):
@@ -578,6 +590,26 @@ def test_a_claim_that_failed_on_the_way_can_be_made_again():
     assert {progress.generation for progress in found.values()} == {3}
     assert {remembered(lake, table) for table in ("a", "b")} == set(found.values())
     assert commit(owner, epoch(2, 5, 9), "a", "b") == ["a", "b"]
+
+
+def test_files_that_are_published_at_the_second_try_are_counted_once(monkeypatch):
+    """U5, E13: the loop calls `commit` again with the same files when trouble has passed."""
+    # The pauses of a catalog that is away would only cost time.
+    monkeypatch.setattr(patience, "PAUSES_SECONDS", (0.0,))
+    wire = Down()
+    owner = sink(Lake(), wire)
+    owner.claim([])
+    for table in ("twice-a", "twice-b"):
+        owner.prepare(table, lambda: SHAPE)
+    reports = [report(table, 1) for table in ("twice-a", "twice-b")]
+    at = epoch(1, 0, 5)
+    written = Written(epoch=at, reports=reports, writer=owner.writer(at, ["twice-a"]), labels={})
+    wire.away = True
+    with pytest.raises(TargetUnavailable):
+        owner.commit(written)
+    wire.away = False
+    assert len(owner.commit(written)) == 2
+    assert [FILES_CLOSED.labels(f"twice-{name}", DATA)._value.get() for name in "ab"] == [1, 1]
 
 
 def test_an_emptied_table_commits_without_files_and_without_deletes():
