@@ -5,6 +5,7 @@ process share. A test that stops a server starts it again; one that harms it has
 own.
 """
 
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -60,6 +61,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         folder = Path(str(item.path)).relative_to(Path(__file__).parent).parts[0]
         if folder in ("unit", "property", "integration", "faults"):
             item.add_marker(folder)
+
+
+def pytest_collection_finish() -> None:
+    """Python looks for garbage all the time: it need not look at all that was imported."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
