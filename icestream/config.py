@@ -56,7 +56,13 @@ _SECRET = re.compile(r"\$\{env:([A-Za-z_][A-Za-z0-9_]*)\}")
 class SparkOptions:
     """Settings of the Spark session."""
 
-    master: str = field(default="local[*]", metadata={"doc": "Where Spark runs."})
+    master: str = field(
+        default="",
+        metadata={
+            "doc": "Where Spark runs, such as `spark://host:7077`. When empty it is what "
+            "`spark-submit` was told, or this machine, `local[*]`."
+        },
+    )
     conf: Mapping[str, str] = field(default_factory=dict, metadata={"doc": "Spark's own settings."})
 
 

@@ -12,11 +12,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import reduce
 from operator import add, and_, or_
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+from py4j.java_gateway import JavaClass
 from py4j.protocol import Py4JJavaError
-from pyspark import SparkContext, TaskContext
+from pyspark import SparkConf, SparkContext, TaskContext
 from pyspark.errors import (
     AnalysisException,
     ArithmeticException,
@@ -47,7 +49,7 @@ from pyspark.sql.functions import sum as sum_of
 from pyspark.sql.types import BinaryType, StringType, StructField, StructType
 
 from icestream.class_archive import ClassArchive
-from icestream.errors import DataRejected, SparkFailed
+from icestream.errors import ConfigInvalid, DataRejected, SparkFailed
 from icestream.java import cache_folder, jars, java_home, quiet_java, write_atomically
 from icestream.java_calls import make_calls_cheap
 from icestream.report import Row
@@ -71,6 +73,21 @@ _BUNDLES = {
 }
 
 _JAVA_OPTIONS = "spark.driver.defaultJavaOptions"
+# The program that starts Java first, and then Python, leaves this behind.
+_SUBMITTED = "PYSPARK_GATEWAY_PORT"
+_EXTENSIONS = "spark.sql.extensions"
+_ICEBERG_EXTENSIONS = "org.apache.iceberg.spark.extensions.IcebergSparkSessionExtensions"
+_DEFAULTS = {
+    _EXTENSIONS: _ICEBERG_EXTENSIONS,
+    "spark.ui.enabled": "false",
+    "spark.ui.showConsoleProgress": "false",
+    "spark.sql.shuffle.partitions": "8",
+    "spark.sql.session.timeZone": "UTC",
+    "spark.sql.execution.arrow.maxBytesPerBatch": str(64 * 1024 * 1024),
+    "spark.python.daemon.module": "icestream.preloaded",
+    # The place in our code that made a column, for messages: ten calls of Java for each column.
+    "spark.python.sql.dataFrameDebugging.enabled": "false",
+}
 _TRIED_AGAIN = "Look at the Spark log; the epoch will be tried again."
 ROW_SCHEMA = "kind string, bucket int, payload binary"
 # What expressions raise on values, as exceptions of their own or in the words of a failed job.
@@ -119,50 +136,92 @@ def packages(catalogs: Sequence[Mapping[str, str]]) -> list[str]:
 
 
 def session(
-    catalogs: Sequence[Mapping[str, str]], master: str = "local[*]", conf: Mapping[str, str] = {}
+    catalogs: Sequence[Mapping[str, str]], master: str = "", conf: Mapping[str, str] = {}
 ) -> SparkSession:
-    """A session with what the catalogs need; settings in `conf` win over the defaults."""
+    """A session with what the catalogs need; settings in `conf` win over the defaults.
+
+    Without a `master` it is the one that spark-submit was told, or else this machine. What
+    spark-submit was told wins over the defaults, too.
+    """
     for name in _INDISCREET:
         PySparkLogger.getLogger(name).disabled = True
-    home = java_home()
-    os.environ["JAVA_HOME"] = str(home)
-    os.environ["PYSPARK_PYTHON"] = os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
-    needed = jars(packages(catalogs))
     given = {str(name): str(value) for name, value in conf.items()}
-    options = [f'"{each}"' for each in (*_quiet(), *ClassArchive(home, needed).options())]
-    settings = {
-        "spark.jars": ",".join(map(str, needed)),
-        # Classes come from the archive only if their jars are on the path from the start.
-        "spark.driver.extraClassPath": os.pathsep.join(map(str, needed)),
-        _JAVA_OPTIONS: " ".join([*options, given.pop(_JAVA_OPTIONS, "")]),
-        "spark.sql.extensions": "org.apache.iceberg.spark.extensions.IcebergSparkSessionExtensions",
-        "spark.ui.enabled": "false",
-        "spark.ui.showConsoleProgress": "false",
-        "spark.sql.shuffle.partitions": "8",
-        "spark.sql.session.timeZone": "UTC",
-        "spark.sql.execution.arrow.maxBytesPerBatch": str(64 * 1024 * 1024),
-        "spark.python.daemon.module": "icestream.preloaded",
-        # The place in our code that made a column, for messages: ten calls of Java for each column.
-        "spark.python.sql.dataFrameDebugging.enabled": "false",
-        **_local_settings(master),
-        **given,
-    }
-    builder = SparkSession.builder.appName("icestream").master(_with_retries(master))
+    submitted = _SUBMITTED in os.environ
+    master = master or ("" if submitted else "local[*]")
+    os.environ["PYSPARK_PYTHON"] = _workers_python(master, given)
+    os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
+    if submitted:
+        spark = _started({**_unless_told(), **given}, master)
+        _refuse_without_iceberg(spark, catalogs)
+    else:
+        home = java_home()
+        settings = {**_at_start(home, catalogs, given), **_DEFAULTS, **_local_settings(master)}
+        os.environ["JAVA_HOME"] = str(quiet_java(home))
+        try:
+            spark = _started({**settings, **given}, master)
+        finally:
+            os.environ["JAVA_HOME"] = str(home)
+    make_calls_cheap(spark._jvm)
+    return spark
+
+
+def _started(settings: Mapping[str, str], master: str) -> SparkSession:
+    builder = SparkSession.builder.appName("icestream")
     for name, value in settings.items():
         builder = builder.config(name, value)
-    os.environ["JAVA_HOME"] = str(quiet_java(home))
     try:
-        spark = builder.getOrCreate()
+        return (builder.master(_with_retries(master)) if master else builder).getOrCreate()
     except (PySparkException, RuntimeError, OSError) as error:
         raise SparkFailed(
             "could not start Spark",
             detail=str(error).splitlines()[0],
             hint="Check `spark.master`, and that the jars' registry can be reached.",
         ) from error
-    finally:
-        os.environ["JAVA_HOME"] = str(home)
-    make_calls_cheap(spark._jvm)
-    return spark
+
+
+def _at_start(
+    home: Path, catalogs: Sequence[Mapping[str, str]], given: dict[str, str]
+) -> dict[str, str]:
+    """What Java must be told when it starts; options of Java's leave the given settings."""
+    needed = jars(packages(catalogs))
+    options = [f'"{each}"' for each in (*_quiet(), *ClassArchive(home, needed).options())]
+    return {
+        "spark.jars": ",".join(map(str, needed)),
+        # Classes come from the archive only if their jars are on the path from the start.
+        "spark.driver.extraClassPath": os.pathsep.join(map(str, needed)),
+        _JAVA_OPTIONS: " ".join([*options, given.pop(_JAVA_OPTIONS, "")]),
+    }
+
+
+def _workers_python(master: str, given: Mapping[str, str]) -> str:
+    """The interpreter of workers: on this machine this one, elsewhere what a user names.
+
+    Spark itself would take whichever `python3` comes first on the path.
+    """
+    if master.startswith("local"):
+        return sys.executable
+    named = given.get("spark.pyspark.python") or os.environ.get("PYSPARK_PYTHON")
+    return named or sys.executable
+
+
+def _unless_told() -> dict[str, str]:
+    """The defaults of settings that spark-submit was not told, and Iceberg's extensions."""
+    SparkContext._ensure_initialized()
+    told = dict(SparkConf().getAll())
+    settings = {name: value for name, value in _DEFAULTS.items() if name not in told}
+    extensions = told.get(_EXTENSIONS, "")
+    if _ICEBERG_EXTENSIONS not in extensions:
+        settings[_EXTENSIONS] = ",".join(filter(None, [extensions, _ICEBERG_EXTENSIONS]))
+    return settings
+
+
+def _refuse_without_iceberg(spark: SparkSession, catalogs: Sequence[Mapping[str, str]]) -> None:
+    """Spark-submit decides which jars there are: none can be added to a Java that runs."""
+    if not isinstance(_java_class(spark, "org.apache.iceberg.spark.SparkCatalog"), JavaClass):
+        raise ConfigInvalid(
+            "spark-submit was not given Iceberg's jars",
+            hint=f"Start it with `--packages {','.join(packages(catalogs))}`.",
+        )
 
 
 def _local_settings(master: str) -> dict[str, str]:

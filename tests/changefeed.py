@@ -326,6 +326,6 @@ class MemoryTopics:
             CockroachdbOptions(kafka=given, **options),
             "p",
             lambda tasks: [task.run() for task in tasks],
-            workers,
+            lambda: workers,
             UNBOUNDED,
         )

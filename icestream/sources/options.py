@@ -33,11 +33,9 @@ class Opening:
     dead_letters: bool = False
     letter_box: LetterBox | None = None
 
-    @property
     def parallelism(self) -> int:
-        """How many tasks the workers run at the same time."""
-        found: int = self.spark.sparkContext.defaultParallelism
-        return found
+        """How many tasks the workers run at the same time; on a cluster workers come and go."""
+        return max(1, int(self.spark.sparkContext.defaultParallelism))
 
     @property
     def workers_elsewhere(self) -> bool:

@@ -58,9 +58,14 @@ def settings(broker: KafkaBroker) -> dict[str, Any]:
     return {"bootstrap.servers": broker.bootstrap_servers}
 
 
+def producing(broker: KafkaBroker) -> dict[str, str]:
+    """A producer that is not idempotent may change the order when it has to send again."""
+    return {**settings(broker), "enable.idempotence": "true"}
+
+
 def produce(broker: KafkaBroker, topic: str, rows: Sequence[Row], partition: int = 0) -> None:
     """Write records outside of any transaction."""
-    producer = Producer(settings(broker))
+    producer = Producer(producing(broker))
     for key, value in rows:
         producer.produce(topic, key=key, value=value, partition=partition)
     assert producer.flush(SECONDS_MAX) == 0
@@ -171,7 +176,7 @@ def test_null_and_empty_keys_and_values_are_told_apart_and_headers_do_no_harm(
 ) -> None:
     """K1: a record without a value is a tombstone, which an empty value is not."""
     written: list[Row] = [(None, b"v"), (b"k", None), (None, None), (b"", b""), (b"k", b"")]
-    producer = Producer(settings(broker))
+    producer = Producer(producing(broker))
     for key, value in written:
         producer.produce(topic, key=key, value=value, headers=[("trace", b"1"), ("none", None)])
     assert producer.flush(SECONDS_MAX) == 0
@@ -184,7 +189,7 @@ def test_null_and_empty_keys_and_values_are_told_apart_and_headers_do_no_harm(
 
 def test_timestamps_are_the_producers(broker: KafkaBroker, topic: str) -> None:
     """K5: the valid-through timestamp is made of them."""
-    producer = Producer(settings(broker))
+    producer = Producer(producing(broker))
     written = [1_600_000_000_000 + number for number in (5, 3, 9)]
     for milliseconds in written:
         producer.produce(topic, value=b"v", timestamp=milliseconds)
@@ -200,7 +205,7 @@ def test_records_larger_than_a_batch_come_alone(
     name = topic_name(request)
     broker.create_topic(name, config={"max.message.bytes": "3000000"})
     written: list[Row] = [(b"k", bytes([number]) * 1_000_000) for number in range(20)]
-    producer = Producer({**settings(broker), "message.max.bytes": "3000000"})
+    producer = Producer({**producing(broker), "message.max.bytes": "3000000"})
     for key, value in written:
         producer.produce(name, key=key, value=value)
     assert producer.flush(SECONDS_MAX) == 0

@@ -1,8 +1,17 @@
 """The session gets the jars that catalogs and their storages need, and tasks their rows."""
 
+import sys
+
 import pytest
 
-from icestream.spark import ICEBERG_RUNTIME, SQLITE, attempt_number, packages, run_tasks
+from icestream.spark import (
+    ICEBERG_RUNTIME,
+    SQLITE,
+    _workers_python,
+    attempt_number,
+    packages,
+    run_tasks,
+)
 from tests.property.local_spark import LocalSpark
 
 
@@ -36,6 +45,31 @@ def test_what_several_catalogs_need_is_asked_for_once():
     """I1: one session serves all pipelines of a file."""
     sqlite = {"type": "jdbc", "uri": "jdbc:sqlite:x.db"}
     assert packages([sqlite, sqlite]) == [ICEBERG_RUNTIME, SQLITE]
+
+
+@pytest.mark.parametrize(
+    ("master", "conf", "variable", "python"),
+    [
+        ("spark://h:7077", {}, None, sys.executable),
+        ("spark://h:7077", {}, "/opt/env/bin/python", "/opt/env/bin/python"),
+        (
+            "k8s://h",
+            {"spark.pyspark.python": "./env/python"},
+            "/opt/python",
+            "./env/python",
+        ),
+        ("", {}, "/opt/env/bin/python", "/opt/env/bin/python"),
+        ("local[2]", {}, "/opt/env/bin/python", sys.executable),
+    ],
+)
+def test_workers_elsewhere_run_the_python_that_a_user_names(
+    master, conf, variable, python, monkeypatch
+):
+    """U7: on this machine it is the one that runs already, which has all that is needed."""
+    monkeypatch.delenv("PYSPARK_PYTHON", raising=False)  # tests of this process have a session
+    if variable is not None:
+        monkeypatch.setenv("PYSPARK_PYTHON", variable)  # as a user has it in the shell
+    assert _workers_python(master, conf) == python
 
 
 def test_rows_of_a_bucket_pass_through_one_call_in_a_row():

@@ -88,14 +88,14 @@ class CockroachdbTopics(Changefeed):
         options: CockroachdbOptions,
         pipeline: str,
         index: IndexTopics,
-        workers: int,
+        parallelism: Callable[[], int],
         budget: Budget,
     ):
         super().__init__(options, pipeline, budget)
         assert options.kafka is not None
         self._kafka: TopicsOptions = options.kafka
         self._index = index
-        self._workers = max(1, workers)
+        self._parallelism = parallelism
         self._cluster = Cluster(self._kafka.settings())
         self._group = self._kafka.group_id or f"icestream-{pipeline}"
         self._topics: Mapping[str, Topic] = {}
@@ -355,7 +355,7 @@ class CockroachdbTopics(Changefeed):
                 read_timeout=self._kafka.read_timeout,
                 ranges=group,
             )
-            for group in balanced(ranges, self._workers)
+            for group in balanced(ranges, self._parallelism())
         ]
         found = list(itertools.chain.from_iterable(self._index(tasks)))
         for each in sorted(found, key=lambda each: each.range.start):

@@ -1,6 +1,7 @@
 """What all rooms of this source share in a run."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from icestream.dead_letters import LetterBox
@@ -22,10 +23,15 @@ class KafkaRun:
     options: KafkaOptions
     reading: Reading
     budget: Budget
-    workers: int
+    parallelism: Callable[[], int]
     cluster: Cluster
     table_names: TableNames | None = None
     letter_box: LetterBox | None = None
+
+    @property
+    def workers(self) -> int:
+        """How many tasks run at the same time now."""
+        return self.parallelism()
 
     @property
     def ordered(self) -> bool:

@@ -17,7 +17,7 @@ Each room answers for its part: `topics` what the brokers have, `boundaries` whe
 are tried again. `run` is what they share.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from pyiceberg.types import IcebergType
 
@@ -66,14 +66,19 @@ class KafkaSource(Source):
     """See the module and `icestream.sources.Source`, which says by which thread each is called."""
 
     def __init__(
-        self, options: KafkaOptions, pipeline: str, reading: Reading, budget: Budget, workers: int
+        self,
+        options: KafkaOptions,
+        pipeline: str,
+        reading: Reading,
+        budget: Budget,
+        parallelism: Callable[[], int],
     ):
         self.key_in_one_split = options.keyed
         self.run = KafkaRun(
             options=options,
             reading=reading,
             budget=budget,
-            workers=max(1, workers),
+            parallelism=parallelism,
             cluster=Cluster(options.settings()),
         )
         self._group = options.group_id or f"icestream-{pipeline}"

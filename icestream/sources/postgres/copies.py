@@ -357,7 +357,7 @@ class Copies:
                     replaces=self._later is not None,
                     touched=touched,
                 )
-                for share in shares(plan.ranges, max(SPLITS_PER_ROUND, self._run.parallelism))
+                for share in shares(plan.ranges, max(SPLITS_PER_ROUND, self._run.parallelism()))
             ]
         return splits
 

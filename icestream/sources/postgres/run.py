@@ -119,7 +119,7 @@ class PostgresRun:
     pipeline: str
     options: PostgresOptions
     budget: Budget
-    parallelism: int
+    parallelism: Callable[[], int]
     server: Server
     tables: FollowedTables
     run_tasks: Callable[[Sequence[Any]], Sequence[Any]] | None = None
@@ -157,7 +157,7 @@ class PostgresRun:
 
     def _refuse_unreachable(self, spool: Spool) -> None:
         try:
-            refuse_unreachable(spool, self.run_tasks or _run_here, self.parallelism)
+            refuse_unreachable(spool, self.run_tasks or _run_here, self.parallelism())
         except BaseException:
             spool.close()
             raise

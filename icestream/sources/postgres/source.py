@@ -56,7 +56,7 @@ class PostgresSource(Source):
         options: PostgresOptions,
         pipeline: str,
         budget: Budget,
-        parallelism: int = 2,
+        parallelism: Callable[[], int] = lambda: 2,
         delete_columns: Callable[[str], Sequence[str]] = lambda _: (),
         run_tasks: Callable[[Sequence[Any]], Sequence[Any]] | None = None,
     ):

@@ -325,7 +325,7 @@ class ChangeStream:
             return 1
         count = max(1, min(_SPLITS_MAX, -(-size // _SPLIT_BYTES)))
         if size >= _SPLIT_BYTES // 16:
-            count = max(count, min(_SPLITS_MAX, self._run.parallelism))
+            count = max(count, min(_SPLITS_MAX, self._run.parallelism()))
         return count
 
     @property

@@ -235,7 +235,7 @@ def test_a_partition_that_appears_while_markers_are_looked_for_is_not_passed_ove
         return found
 
     options = CockroachdbOptions(kafka=TopicsOptions(bootstrap_servers="x:1", topics=["t"]))
-    source = CockroachdbTopics(options, "p", index, 2, UNBOUNDED)
+    source = CockroachdbTopics(options, "p", index, lambda: 2, UNBOUNDED)
     assert source.available(START) == []
     assert source.standing(START).trouble is not None
     resolve(memory, at(3))

@@ -79,7 +79,7 @@ def source(rows=1000, size=10**9, workers=2, route=None, **options) -> KafkaSour
         dead_letters=False,
         keyed=given.keyed,
     )
-    return KafkaSource(given, "p", reading, Budget(rows=rows, bytes=size), workers)
+    return KafkaSource(given, "p", reading, Budget(rows=rows, bytes=size), lambda: workers)
 
 
 def offsets(frontier: Frontier) -> dict[str, int]:
