@@ -2,12 +2,13 @@
 
 import subprocess
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from bench.measure import repeat
 from icestream.config import open_pipeline, parse
 from icestream.samples.postgres import EmbeddedPostgres, Programs
 from icestream.sources.postgres.connection import Connection, lsn_text, parse_dsn
+from tests.servers import S3Server
 
 if TYPE_CHECKING:
     from bench.__main__ import Bench
@@ -46,10 +47,12 @@ class PostgresBench:
         self._rows, self._changes = int(COPY_ROWS * scale), int(STREAM_CHANGES * scale)
         self._server = EmbeddedPostgres(folder / "postgres", SETTINGS)
         self._programs = Programs().folder
+        self._store = S3Server(folder / "store")
 
     def run(self) -> None:
         """Measure both phases."""
-        with self._server:
+        with self._server, self._store:
+            self._store.create_bucket("spools")
             self._sql(TABLE.format(name="orders"), FILL.format(name="orders", count=self._rows))
             self._sql("VACUUM ANALYZE orders", "CHECKPOINT")
             self._copy()
@@ -99,11 +102,13 @@ class PostgresBench:
         rows.writeTo(f"bench.db.jdbc{number}").using("iceberg").create()
 
     def _follow(self) -> None:
-        ours, floor = [], []
+        ours, remote, floor = [], [], []
+        spool = {"spool": "s3://spools/bench", "spool_storage": self._store.iceberg_properties()}
         for number in range(WARM_UPS + REPETITIONS):
-            name = f"follow{number}"
+            name, other = f"follow{number}", f"follow{number}_s3"
             self._sql(TABLE.format(name=name), FILL.format(name=name, count=self._changes))
             self._pipeline(name, name)
+            self._pipeline(other, name, **spool)
             self._sql(
                 f"SELECT pg_create_logical_replication_slot('floor{number}', 'pgoutput')",
                 CHANGE.format(
@@ -115,14 +120,18 @@ class PostgresBench:
             )
             end = lsn_text(self._position())
             ours.append(repeat(lambda _, n=name: self._pipeline(n, n), 0, 1))
+            remote.append(repeat(lambda _, n=name, o=other: self._pipeline(o, n, **spool), 0, 1))
             floor.append(repeat(lambda _, n=number, e=end: self._receive(n, e), 0, 1))
-            for slot in (f"icestream_{name}", f"floor{number}"):
+            for slot in (f"icestream_{name}", f"icestream_{other}", f"floor{number}"):
                 self._sql(f"SELECT pg_drop_replication_slot('{slot}')")
             self._sql(f"DROP TABLE {name}")
-        best = [
-            min(found[WARM_UPS:], key=lambda each: each.wall_seconds) for found in (ours, floor)
-        ]
-        self._bench.note("following against pg_recvlogical", *best, 0.9, cpu=False)
+        local, in_store, bare = (
+            min(found[WARM_UPS:], key=lambda each: each.wall_seconds)
+            for found in (ours, remote, floor)
+        )
+        note = self._bench.note
+        note("following against pg_recvlogical", local, bare, 0.9, cpu=False)
+        note("following with the spool on S3 against a local one", in_store, local, 0.8, cpu=False)
 
     def _receive(self, number: int, end: str) -> None:
         """PostgreSQL's own reader of the same changes, into nothing."""
@@ -139,10 +148,11 @@ class PostgresBench:
         ]
         subprocess.run(command, check=True, capture_output=True)
 
-    def _pipeline(self, name: str, table: str) -> None:
+    def _pipeline(self, name: str, table: str, **source: Any) -> None:
+        tables = [f"public.{table}"]
         document = {
             name: {
-                "source": {"postgres": {"dsn": self._server.dsn, "tables": [f"public.{table}"]}},
+                "source": {"postgres": {"dsn": self._server.dsn, "tables": tables, **source}},
                 "sink": {
                     "iceberg": {
                         "catalog": self._bench.catalog,

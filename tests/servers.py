@@ -218,6 +218,16 @@ class JavaProcess:
                 self._process.wait(STOP_SECONDS_MAX)
         self.stop()
 
+    @contextmanager
+    def held_up(self) -> Iterator[None]:
+        """The JVM stands still in the block, and then goes on."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self._process.send_signal(signal.SIGCONT)
+
     def _let_go(self, process: subprocess.Popen[bytes]) -> None:
         process.wait(STOP_SECONDS_MAX)
         for pipe in (process.stdin, process.stdout):
@@ -377,6 +387,12 @@ class S3Server:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+    @contextmanager
+    def held_up(self) -> Iterator[None]:
+        """It stands still in the block, and then goes on."""
+        with self._process.held_up():
+            yield
 
     def create_bucket(self, name: str) -> None:
         S3FileSystem(**self.arrow_options(), allow_bucket_creation=True).create_dir(name)

@@ -1,5 +1,6 @@
 """A change stream that is spooled in an object store: the same rows, and nothing is left behind."""
 
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from tests.integration.postgres_world import World
 from tests.servers import S3Server
 
 ONE = ["public.one"]
+HELD_UP_SECONDS = 2.0
 
 
 class Place:
@@ -140,6 +142,32 @@ def test_objects_that_are_cut_short_are_read_from_the_source_again(
     pipeline.run(once=True)
     assert cut
     assert world.assert_equal("one", "id, v") == [(1, "a"), (2, "b")]
+
+
+def test_a_store_that_is_slow_holds_the_writer_up_and_fills_no_memory(
+    place: Place, store: S3Server
+):
+    """E14, P5: what the store has not taken is not taken from the server either."""
+    spool = StorageSpool(place.where, place.storage, "slow", "a stream")
+    piece, written = b"x" * 16 * 1024**2, list[int]()
+    path, file = spool.create()
+
+    def write() -> None:
+        with file:
+            for number in range(20):
+                file.write(piece)
+                written.append(number)
+
+    writer = threading.Thread(target=write, daemon=True)
+    with store.held_up():
+        writer.start()
+        writer.join(HELD_UP_SECONDS)
+        assert len(written) < 5
+    writer.join(60)
+    assert len(written) == 20
+    assert spool.left() == []
+    spool.remove(path)
+    assert place.objects() == []
 
 
 @pytest.mark.parametrize(

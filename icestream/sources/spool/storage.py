@@ -37,7 +37,7 @@ class StorageSpool:
         self._number = 0
         try:
             with written_later(self.where):
-                self._files, _ = filesystem(self.where, self.storage)
+                self._files = _in_turn(filesystem(self.where, self.storage)[0])
         except ValueError as error:
             raise ConfigInvalid(
                 f"there is no spool in {self.where}",
@@ -96,3 +96,15 @@ class StorageSpool:
         """The path as the file system has it: without its scheme, and a host that it knows."""
         scheme, _, rest = path.partition("://")
         return rest.removeprefix(rest.partition("/")[0]) if scheme in _WITH_FOLDERS else rest
+
+
+def _in_turn(files: pafs.FileSystem) -> pafs.FileSystem:
+    """The same file system, where a write ends when the store has what was written.
+
+    Otherwise Arrow takes all that it is given and uploads it later: a store that is slower than the
+    source would fill the coordinator's memory.
+    """
+    rebuild, (options, *_) = files.__reduce__()
+    if isinstance(options, dict) and options.get("background_writes"):
+        return rebuild({**options, "background_writes": False})
+    return files
