@@ -147,7 +147,7 @@ def session(
         PySparkLogger.getLogger(name).disabled = True
     given = {str(name): str(value) for name, value in conf.items()}
     submitted = _SUBMITTED in os.environ
-    master = master or ("" if submitted else "local[*]")
+    master = master or given.pop("spark.master", "") or ("" if submitted else "local[*]")
     os.environ["PYSPARK_PYTHON"] = _workers_python(master, given)
     os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
     if submitted:

@@ -123,7 +123,8 @@ def _through_spark(
     description: str,
 ) -> list[Row]:
     """Changes of selected tables as columns of a wide frame; all else passes by in it."""
-    parallelism = selects.spark.sparkContext.defaultParallelism
+    # Not asked again: workers come and go, and rows are in the buckets that were counted before.
+    parallelism = shares.each
     schema = selects.schema(writer.selects)
     tables = [each.table for each in writer.selects]
     wide = WideFrame(

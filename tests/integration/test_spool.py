@@ -44,6 +44,16 @@ class Place:
         found = self._files.get_file_info(beneath)
         return sorted(each.path for each in found if each.type == pafs.FileType.File)
 
+    def runs(self) -> list[str]:
+        """The places of runs, whether or not anything is in them."""
+        beneath = pafs.FileSelector(
+            self.where.removeprefix("s3://"), allow_not_found=True, recursive=True
+        )
+        found = [each.path for each in self._files.get_file_info(beneath)]
+        # Below the place come the stream, the run and its files.
+        depth = self.where.removeprefix("s3://").count("/") + 2
+        return [path for path in found if path.count("/") == depth]
+
     def remove(self) -> int:
         """Remove all that is there; tells how much that was."""
         found = self.objects()
@@ -84,7 +94,7 @@ def test_changes_lie_in_an_object_store_until_they_are_durable(world: World, pla
     watched(pipeline, lambda: seen.append(place.objects()))
     pipeline.run(once=True)
     assert any(seen)
-    assert place.objects() == []
+    assert place.objects() == [] == place.runs()
     assert len(world.assert_equal("one", "id, v")) == 4546
 
 
@@ -110,6 +120,7 @@ def test_what_a_killed_run_left_in_a_store_goes_with_the_next(
     world.run(ONE, **place.options)
     (kept,) = place.objects()
     assert kept != left
+    assert place.runs() == [kept.rpartition("/")[0]]
     assert world.assert_equal("one", "id, v") == [(1, "a"), (2, "b")]
 
 
@@ -190,12 +201,35 @@ def test_a_store_that_refuses_is_told_with_the_place(
     assert world.assert_equal("one", "id, v") == [(1, "a"), (2, "b")]
 
 
-def test_a_place_of_an_unknown_kind_is_refused(world: World, place: Place, shell: Shell):
+@pytest.mark.parametrize("where", ["ftp://lake/spools", "s3://", "s3:///lake", "s3://lake//spools"])
+def test_a_place_that_cannot_be_is_refused(world: World, place: Place, where: str, shell: Shell):
     """P10: what is known is named."""
-    document = world.document(ONE, spool="ftp://lake/spools")
+    document = world.document(ONE, spool=where)
     for answer in (shell("check", shell.write(document)), shell.run(document)):
         assert answer.code == 2
-        assert "there is no spool in ftp://lake/spools" in answer.err and "s3://" in answer.err
+        assert f"there is no spool in {where}" in answer.err and "s3://" in answer.err
+
+
+def test_a_place_where_nothing_can_be_removed_is_told_once(
+    place: Place, caplog: pytest.LogCaptureFixture
+):
+    """P10: rows of the source would stay there, and nobody would know."""
+    spool = StorageSpool(place.where, place.storage, "shop", "a stream")
+
+    class Refusing:
+        """A store that lets its users write and not remove."""
+
+        def delete_file(self, path: str) -> None:
+            raise PermissionError(f"AccessDenied {path}")
+
+        delete_dir = delete_file
+
+    # The test's server knows no such policy.
+    spool._files = Refusing()
+    spool.remove(f"{spool.where}/one")
+    spool.close()
+    (said,) = [each.getMessage() for each in caplog.records]
+    assert f"could not remove {spool.where}/one, which may hold rows" in said
 
 
 def test_workers_that_do_not_reach_the_spool_are_noticed_before_an_epoch_is(tmp_path: Path):

@@ -3,12 +3,14 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
 import pytest
 from pyiceberg.schema import Schema
 from pyiceberg.types import LongType, NestedField, UUIDType
+from pyspark.sql.types import StructType
 
 from icestream.change import AT, OP, SEQ, Op
 from icestream.errors import Broken, DataRejected, SchemaRejected, SourceUnavailable
@@ -18,8 +20,8 @@ from icestream.schema import Column, SchemaGap, TableShape
 from icestream.sources import Need, TableSplit, TablesUnready, ValuesNeeded
 from icestream.sources.named_columns import ColumnsSeen, Seen
 from icestream.transform import TableSelect
-from icestream.worker import Outcome, Unready, map_tasks, wide, write_epoch
-from icestream.worker.by_key import hashes_of
+from icestream.worker import Outcome, Unready, _through_spark, map_tasks, wide, write_epoch
+from icestream.worker.by_key import Shares, hashes_of
 from icestream.worker.wide import WideFrame, write_wide
 from tests.property.local_spark import LocalSpark, travelled
 from tests.property.tables import LocalTable
@@ -420,6 +422,26 @@ def test_selected_rows_are_written_by_bucket_and_in_parts_where_no_key_comes_twi
         ("b00011", [3, 4], False),
         ("b00012", [5], False),
     ]
+
+
+def test_rows_go_to_the_buckets_that_were_counted_first(monkeypatch):
+    """U7: executors may be lost between two steps of an epoch; each table keeps its own buckets."""
+
+    class TakenError(Exception):
+        """Carries the tasks to the test."""
+
+    def taken(spark, tasks, *_):
+        raise TakenError(tasks)
+
+    # What follows needs Spark; the tasks alone are looked at.
+    monkeypatch.setattr("icestream.worker.task_frame", taken)
+    shares = Shares(starts={"t": 1, "u": 9}, each=8)
+    selects = SimpleNamespace(spark=LocalSpark(parallelism=2), schema=lambda _: StructType())
+    writer = SimpleNamespace(selects=[SimpleNamespace(table="t"), SimpleNamespace(table="u")])
+    with pytest.raises(TakenError) as found:
+        _through_spark(selects, [ListSplit(), ListSplit()], writer, shares, "x")
+    wide = found.value.args[0][0].wide
+    assert wide.start == 17 and wide.width >= 8
 
 
 def test_tables_that_come_in_turn_are_each_written_once(monkeypatch):

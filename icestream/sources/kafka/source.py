@@ -176,9 +176,10 @@ class KafkaSource(Source):
 
     def _range_splits(self, epoch: Epoch) -> list[KafkaSplit]:
         in_time = topics_by_time(epoch) if self.run.ordered else set()
-        shares = balanced(_ranges(epoch), self.run.workers, in_time)
+        workers = self.run.workers
+        shares = balanced(_ranges(epoch), workers, in_time)
         # A topic that is read in the order of time has one split, which must fit into a worker.
-        parts = self.run.workers if in_time else len(shares)
+        parts = workers if in_time else len(shares)
         # Averages have outliers, and an epoch that is read again must fit again.
         bytes_max = max(1, 2 * self.run.budget.bytes // parts) if parts else 1
         if epoch == self._unfinished:

@@ -461,7 +461,8 @@ def _fetched(
         )
         # A partitioned table has its rows in others; one with children may share a key with them.
         cut = connection.one(
-            "SELECT relkind = 'p' FROM pg_catalog.pg_class WHERE oid::int8 = :oid",
+            "SELECT EXISTS (SELECT FROM pg_catalog.pg_class WHERE oid::int8 = :oid "
+            "AND relkind = 'p')",
             oid=at_server.oid,
         )
         query = f"SELECT {chosen} FROM {'' if cut else 'ONLY '}{called} WHERE {where}"

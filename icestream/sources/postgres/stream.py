@@ -361,11 +361,12 @@ class ChangeStream:
         assert self._reader is not None
         self._reader.read_past(upper)
         while True:
-            self._segments = self._reader.segments()
-            if self._reaches(upper):
-                return
-            if self._reader.failed is not None:
-                raise self._reader.failed
+            if self._reader.may_have_reached(upper):
+                self._segments = self._reader.segments()
+                if self._reaches(upper):
+                    return
+                if self._reader.failed is not None:
+                    raise self._reader.failed
             self._run.pause()
 
     def _reaches(self, upper: int) -> bool:

@@ -120,6 +120,15 @@ class WalReader:
             comes = self.failed is None or (last > start and last >= until)
             return self._written.lower <= start and comes
 
+    def may_have_reached(self, position: int) -> bool:
+        """Whether it makes sense to look for a position in `segments`, which closes the open one.
+
+        Many small segments would be read by one worker, and be as many files of the spool.
+        """
+        with self._lock:
+            come = max(self.sent_lsn, int(self._state[State.END_LSN]))
+            return self.failed is not None or come >= position
+
     def read_past(self, position: int) -> None:
         """Go on reading after a position, however much of what comes before it is kept."""
         with self._lock:

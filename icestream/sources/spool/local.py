@@ -37,7 +37,7 @@ class LocalSpool:
     def __init__(self, parent: str, pipeline: str, looks_only: bool = False):
         # The name's end is random and has no dash, so no pipeline's name begins another's.
         self._prefix = f"icestream-spool-{re.sub('[^A-Za-z0-9_]', '_', pipeline)}-"
-        self._parent = Path(parent or tempfile.gettempdir())
+        self._parent = Path(parent or tempfile.gettempdir()).absolute()
         self._number = 0
         with written_later(str(self._parent)):
             try:

@@ -1,5 +1,6 @@
 """Which kind of spool a place is."""
 
+import re
 from collections.abc import Mapping
 
 from icestream.sources.spool import Spool, is_folder
@@ -15,7 +16,7 @@ def open_spool(
     `stream` names what is read, of which there is one reader at a time. With `looks_only` nothing
     of other runs is removed.
     """
-    place = where.removeprefix("file://")
+    place = re.sub("^file:(//(?=/))?(?=/)", "", where)
     if is_folder(place):
         return LocalSpool(place, pipeline, looks_only)
     return StorageSpool(place, storage, pipeline, stream)

@@ -10,16 +10,19 @@ no longer count: all that lies under the stream's name and is not its own can go
 
 import contextlib
 import hashlib
+import logging
 import re
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import pyarrow as pa
 import pyarrow.fs as pafs
 
 from icestream.errors import ConfigInvalid
 from icestream.iceberg.files import filesystem
-from icestream.sources.spool import written_later
+from icestream.sources.spool import reason, written_later
+
+log = logging.getLogger(__name__)
 
 _WITH_FOLDERS = ("hdfs", "viewfs")
 
@@ -29,12 +32,20 @@ class StorageSpool:
 
     def __init__(self, where: str, storage: Mapping[str, str], pipeline: str, stream: str):
         self.where = where.rstrip("/")
+        scheme, _, rest = self.where.partition("://")
+        if not rest or "" in rest.split("/")[scheme in _WITH_FOLDERS :]:
+            raise ConfigInvalid(
+                f"there is no spool in {where}",
+                detail="The place has an empty name in it.",
+                hint="Name a bucket and a folder, such as s3://bucket/folder.",
+            )
         self.storage = dict(storage)
         name = re.sub("[^A-Za-z0-9_]", "_", pipeline)
         told = hashlib.sha256(f"{pipeline} {stream}".encode()).hexdigest()[:12]
         self._of_stream = f"{self.where}/icestream-spool-{name}-{told}"
         self._own = f"{self._of_stream}/{uuid.uuid4().hex}"
         self._number = 0
+        self._told = False
         try:
             with written_later(self.where):
                 self._files = _in_turn(filesystem(self.where, self.storage)[0])
@@ -42,7 +53,7 @@ class StorageSpool:
             raise ConfigInvalid(
                 f"there is no spool in {self.where}",
                 detail="Its kind of storage is not known.",
-                hint="Name a folder, or a place that begins with s3://, gs://, abfss:// or hdfs://",
+                hint="Name a folder, or a place that begins with s3://, gs:// or hdfs://",
             ) from error
 
     def create(self) -> tuple[str, pa.NativeFile]:
@@ -56,8 +67,7 @@ class StorageSpool:
 
     def remove(self, path: str) -> None:
         """See `Spool.remove`."""
-        with contextlib.suppress(OSError):
-            self._files.delete_file(self._inner(path))
+        self._removed(self._files.delete_file, path)
 
     def renew(self) -> None:
         """Nothing: an object needs no folder."""
@@ -70,16 +80,35 @@ class StorageSpool:
 
     def reap(self) -> None:
         """See `Spool.reap`. What cannot be removed now is removed by the next run."""
-        with contextlib.suppress(OSError):
-            for path in self._others():
-                self._files.delete_file(self._inner(path))
+        for run in self._runs():
+            if run != self._own:
+                self._removed(self._files.delete_dir, run)
 
     def close(self) -> None:
         """See `Spool.close`."""
+        self._removed(self._files.delete_dir, self._own)
+
+    def _removed(self, remove: Callable[[str], None], path: str) -> None:
+        """Remove something, if it is there; say once if that cannot be done."""
+        try:
+            remove(self._inner(path))
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            if self._told:
+                return
+            self._told = True
+            log.warning(
+                "could not remove %s, which may hold rows of the source: %s", path, reason(error)
+            )
+
+    def _runs(self) -> list[str]:
+        """The places of all runs, and what is left of those that were emptied."""
+        inner = self._inner(self._of_stream)
         with contextlib.suppress(OSError):
-            for path in self._all():
-                if path.startswith(f"{self._own}/"):
-                    self._files.delete_file(self._inner(path))
+            found = self._files.get_file_info(pafs.FileSelector(inner, allow_not_found=True))
+            return [f"{self._of_stream}{each.path.removeprefix(inner)}" for each in found]
+        return []
 
     def _others(self) -> list[str]:
         return [path for path in self._all() if not path.startswith(f"{self._own}/")]

@@ -515,6 +515,29 @@ def test_epoch_that_comes_slowly_is_waited_for(wire: Wire, tmp_path: Path, hours
     source.close()
 
 
+def transactions_one_by_one(wire: Wire, source: WiredSource) -> None:
+    """Five transactions; the source looks again between them."""
+    for number in range(5):
+        found = Witness(at=3000 + 100 * number, xid=9 + number, time=6_000_000)
+        wire.write(b"B" + struct.pack(">qqI", found.at, found.time, found.xid))
+        if number == 0:
+            wire.write(RELATION)
+        wire.write(INSERT)
+        wire.write(b"C" + struct.pack(">bqqq", 0, found.at, found.at + 10, found.time))
+        looked = source.looks
+        if number < 4:
+            wait_until(lambda: source.looks > looked, PATIENCE_SECONDS, "a look")  # noqa: B023
+
+
+def test_epoch_that_comes_slowly_is_not_cut_at_each_look(wire: Wire, tmp_path: Path):
+    """P5, E14: small segments are read by one worker, and each is a file of the spool."""
+    source = WiredSource(tmp_path, wire)
+    with meanwhile(lambda: transactions_one_by_one(wire, source)):
+        source.reach(3410)
+    assert len(source.stream._segments) == 1
+    source.close()
+
+
 def test_stream_that_comes_slowly_is_waited_for(wire: Wire, tmp_path: Path, hours_fly: None):
     """E3, Mend c6: nor does one end the wait for what follows."""
     source = WiredSource(tmp_path, wire)

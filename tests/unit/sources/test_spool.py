@@ -13,6 +13,7 @@ import pytest
 
 from icestream.errors import ConfigInvalid, SourceUnavailable
 from icestream.sources.spool.local import LocalSpool
+from icestream.sources.spool.places import open_spool
 
 _HOLDER = """
 import sys, time
@@ -116,3 +117,23 @@ def test_folder_that_someone_removed(tmp_path: Path):
     assert [path.name for path in spool.folder.iterdir()] == ["lock"]
     spool.close()
     assert list(parent.iterdir()) == []
+
+
+@pytest.mark.parametrize("begins", ["file://", "file:", ""])
+def test_a_folder_may_be_named_as_a_url(tmp_path: Path, begins: str):
+    """P10: as Spark and Iceberg write them."""
+    spool = open_spool(f"{begins}{tmp_path}", {}, "shop", "a stream")
+    assert Path(spool.where).parent == tmp_path
+    assert spool.left() == []
+    spool.close()
+
+
+def test_a_relative_folder_does_not_take_itself_for_another_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """P10: `check` would tell of a run that is not there."""
+    monkeypatch.chdir(tmp_path)  # a relative path is read from where the program runs
+    (tmp_path / "spools").mkdir()
+    spool = open_spool("spools", {}, "shop", "a stream")
+    assert spool.left() == [] and Path(spool.where).is_absolute()
+    spool.close()
