@@ -85,6 +85,9 @@ _DEFAULTS = {
     "spark.sql.session.timeZone": "UTC",
     "spark.sql.execution.arrow.maxBytesPerBatch": str(64 * 1024 * 1024),
     "spark.python.daemon.module": "icestream.preloaded",
+    # Iceberg keeps deletes by the types of their first reader: when a key has become a bigint, a
+    # session that has read the table before would see its deleted rows again.
+    "spark.sql.iceberg.executor-cache.delete-files.enabled": "false",
     # The place in our code that made a column, for messages: ten calls of Java for each column.
     "spark.python.sql.dataFrameDebugging.enabled": "false",
 }

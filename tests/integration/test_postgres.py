@@ -531,6 +531,21 @@ def test_a_key_that_gets_another_type_within_an_epoch(
     assert len(world.assert_equal("grown", "id, v")) == 56
 
 
+def test_a_session_that_has_read_a_table_reads_it_right_when_its_key_is_wider(world: World):
+    """I11, P7: Iceberg's reader would keep the deletes by the key's former type."""
+    world.sql(
+        "create table wider(id int primary key, v text)",
+        "insert into wider select g, 'first' from generate_series(1, 20) g",
+    )
+    world.run(["public.wider"])
+    world.sql("update wider set v = 'second'", "delete from wider where id > 15")
+    world.run(["public.wider"])
+    world.assert_equal("wider", "id, v")
+    world.sql("alter table wider alter id type bigint", "update wider set v = 'third' where id < 9")
+    world.run(["public.wider"])
+    assert len(world.assert_equal("wider", "id, v")) == 15
+
+
 def test_partitioned_table_is_one_table(world: World):
     """P7: rows that move between partitions, and partitions that come and go."""
     world.sql(

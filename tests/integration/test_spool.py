@@ -197,6 +197,7 @@ def test_a_store_that_refuses_is_told_with_the_place(
     assert "`spool`" in str(refused.value.hint)
     checked = shell("check", shell.write(world.document(ONE, **options)))
     assert checked.code != 0 and "could not write the spool in s3://" in checked.err
+    assert "keys in `spool_storage`" in checked.err and "could not remove" not in checked.err
     world.run(ONE, **place.options)
     assert world.assert_equal("one", "id, v") == [(1, "a"), (2, "b")]
 
@@ -224,6 +225,7 @@ def test_a_place_where_nothing_can_be_removed_is_told_once(
 
         delete_dir = delete_file
 
+    spool.create()[1].close()
     # The test's server knows no such policy.
     spool._files = Refusing()
     spool.remove(f"{spool.where}/one")

@@ -80,11 +80,14 @@ def written_later(where: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        mend = "Make room there or make it writable"
+        if not is_folder(where):
+            mend = "Check that the bucket is there, and the keys in `spool_storage`"
         raise SourceUnavailable(
             f"could not write the spool in {where}",
             detail=reason(error),
-            hint="Make room there or make it writable: reading goes on by itself. Or name another "
-            "place with `spool` and start again.",
+            hint=f"{mend}: a run goes on by itself. Or name another place with `spool` and start "
+            "again.",
         ) from error
 
 
@@ -159,9 +162,9 @@ def refuse_unreachable(
     Otherwise every epoch would be read again and again, and never be written.
     """
     path, file = spool.create()
+    with written_later(spool.where), file:
+        file.write(_PROBED)
     try:
-        with written_later(spool.where), file:
-            file.write(_PROBED)
         answers = run_tasks([Probe(path=path, storage=spool.storage)] * count)
     finally:
         spool.remove(path)

@@ -16,7 +16,7 @@ def open_spool(
     `stream` names what is read, of which there is one reader at a time. With `looks_only` nothing
     of other runs is removed.
     """
-    place = re.sub("^file:(//(?=/))?(?=/)", "", where)
+    place = re.sub("^file:(//(localhost)?(?=/))?(?=/)", "", where)
     if is_folder(place):
         return LocalSpool(place, pipeline, looks_only)
     return StorageSpool(place, storage, pipeline, stream)

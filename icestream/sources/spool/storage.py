@@ -45,7 +45,7 @@ class StorageSpool:
         self._of_stream = f"{self.where}/icestream-spool-{name}-{told}"
         self._own = f"{self._of_stream}/{uuid.uuid4().hex}"
         self._number = 0
-        self._told = False
+        self._used = self._told = False
         try:
             with written_later(self.where):
                 self._files = _in_turn(filesystem(self.where, self.storage)[0])
@@ -63,7 +63,9 @@ class StorageSpool:
         with written_later(self.where):
             if self.where.startswith(_WITH_FOLDERS):
                 self._files.create_dir(self._inner(self._own))
-            return path, self._files.open_output_stream(self._inner(path))
+            file = self._files.open_output_stream(self._inner(path))
+        self._used = True
+        return path, file
 
     def remove(self, path: str) -> None:
         """See `Spool.remove`."""
@@ -86,7 +88,8 @@ class StorageSpool:
 
     def close(self) -> None:
         """See `Spool.close`."""
-        self._removed(self._files.delete_dir, self._own)
+        if self._used:
+            self._removed(self._files.delete_dir, self._own)
 
     def _removed(self, remove: Callable[[str], None], path: str) -> None:
         """Remove something, if it is there; say once if that cannot be done."""

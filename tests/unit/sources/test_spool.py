@@ -119,7 +119,7 @@ def test_folder_that_someone_removed(tmp_path: Path):
     assert list(parent.iterdir()) == []
 
 
-@pytest.mark.parametrize("begins", ["file://", "file:", ""])
+@pytest.mark.parametrize("begins", ["file://", "file://localhost", "file:", ""])
 def test_a_folder_may_be_named_as_a_url(tmp_path: Path, begins: str):
     """P10: as Spark and Iceberg write them."""
     spool = open_spool(f"{begins}{tmp_path}", {}, "shop", "a stream")
